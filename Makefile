@@ -31,7 +31,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct torchvision unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants recordings compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-images demo-outage demo-instruct torchvision unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants recordings compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -64,6 +64,13 @@ demo-moe: $(BASE) examples/moe/model/config.json ## a small mixture of experts l
 
 demo-outage: $(BASE) ## what a reward that fails does to a run: failures as 0, left out, tried again
 	$(BIN)/python -m examples.outage.compare
+
+demo-images: $(BASE) examples/shapes/model/config.json ## a small model that sees learns to count and to find shapes
+	$(BIN)/tidemill up examples/shapes/config.yaml
+
+examples/shapes/model/config.json: | $(BASE)
+	$(BIN)/python examples/shapes/draw.py
+	$(BIN)/python examples/shapes/make_model.py
 
 examples/moe/model/config.json: | $(BASE)
 	$(BIN)/python examples/moe/make_model.py

@@ -12,6 +12,7 @@ from tidemill.common.archive import archive_folder, stream_folder
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.data.data_files import Located, open_rows
 from tidemill.common.data.dataset import Opener
+from tidemill.common.data.image_columns import NOT_IMITATED
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.streams.entries import Entry
 from tidemill.common.streams.selection import Selection, StreamName
@@ -57,6 +58,8 @@ def _recorded_rows(path: str, source: "SourceConfig") -> Iterator[Located]:
             scores = (score for score in rewards.get(sample.key, ()) if score.is_of(sample.tokens_digest))
             value = next((score.value for score in scores), None)
             if least is None or (value is not None and value >= least):
+                if sample.images:
+                    raise ConfigError(f"sample {sample.ticket}.{sample.index} has pictures; {NOT_IMITATED}")
                 yield from _rows(f"{path} sample {sample.ticket}.{sample.index}", sample)
     except TidemillError as error:
         raise ConfigError(f"demonstrations of run {path}: {error}") from None

@@ -112,6 +112,8 @@ class ExpectConfig(Section):
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 """Beginning of the reason why an option is refused that compares with rollout logprobs."""
+BLIND_KINDS = ("judge", "model", "teacher")
+"""Kinds of rewards that would not get the pictures of a prompt."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -163,6 +165,23 @@ class RunConfig(Section):
             )
         if trainer.compile:
             yield "trainer.compile does not work with pictures (images) yet: leave it out"
+        environment = self.rollout.environment
+        if not environment.is_single_turn:
+            yield (
+                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
+                f"{environment.use}; take single_turn, or leave out `images`"
+            )
+        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
+        if blind:
+            yield (
+                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
+                "models and teachers get none yet. Take a function or a sandbox"
+            )
+        if self.data.chat_template == "never":
+            yield (
+                "images: the places of pictures are written by the chat template, and data.chat_template is "
+                "never; take auto"
+            )
 
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":

@@ -192,8 +192,8 @@ def folder_of(path: str) -> Path:
     """The folder that paths in the rows of this file are relative to."""
     if path.startswith(HUB):
         return Path()
-    place = Path(split_of(path)[0])
-    return place if place.is_dir() else place.parent
+    file_or_folder = Path(split_of(path)[0])
+    return file_or_folder if file_or_folder.is_dir() else file_or_folder.parent
 
 
 def split_of(path: str) -> tuple[str, str]:

@@ -55,20 +55,20 @@ def parse_parts(
     """
     parts: list[Part] = []
     sources: list[ImageSource | None] = []
-    for position, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == TEXT_PART and isinstance(part.get("text"), str):
-            parts.append({"type": TEXT_PART, "text": part["text"]})
+    for position, item in enumerate(content):
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if kind == TEXT_PART and isinstance(item.get("text"), str):
+            parts.append({"type": TEXT_PART, "text": item["text"]})
         elif kind in IMAGE_PARTS:
             parts.append({"type": IMAGE_PART})
             # Parquet adds nulls for keys that only other parts have.
-            held = {key: value for key, value in part.items() if value is not None and key != "type"}
+            held = {key: value for key, value in item.items() if value is not None and key != "type"}
             has_picture = any(key in held for key in ("bytes", "path", "image", "image_url", "url"))
             sources.append(parse_source(held, base) if has_picture else None)
         else:
             raise ConfigError(
                 f"{where}.content[{position}] must be a part of type text, image or image_url, got "
-                f"{str(part)[:60]}."
+                f"{str(item)[:60]}."
             )
     return parts, sources
 
@@ -113,7 +113,7 @@ def text_of(content: str | Sequence[Part]) -> str:
     """The text of a message, without its pictures."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if part["type"] == TEXT_PART)
+    return "".join(item["text"] for item in content if item["type"] == TEXT_PART)
 
 
 def check_no_pictures(columns: Mapping[str, Any], origin: str, reason: str) -> None:
@@ -124,7 +124,7 @@ def check_no_pictures(columns: Mapping[str, Any], origin: str, reason: str) -> N
 
 
 def _count_parts(content: str | Sequence[Part]) -> int:
-    return 0 if isinstance(content, str) else sum(part["type"] == IMAGE_PART for part in content)
+    return 0 if isinstance(content, str) else sum(item["type"] == IMAGE_PART for item in content)
 
 
 def _split(content: str | Sequence[Part], has_marks: bool) -> list[Part]:

@@ -95,8 +95,8 @@ class ImageDoor:
             raise BrokenImageError(source.fault)
         # A file or URL is read once in a run: what it becomes later is another picture.
         address = source.path or source.url
-        place = f"{self._form}:{address}" if address else ""
-        noted = self._noted(place)
+        key = f"{self._form}:{address}" if address else ""
+        noted = self._noted(key)
         if noted is not None:
             return noted
         label = source.label
@@ -111,11 +111,11 @@ class ImageDoor:
             picture = self._make(content, label)
         except BrokenImageError as error:
             fault = StoredPicture(fault=f"{source.name}: {error}")
-            if place:
-                self._note(place, fault, is_kept=bool(source.url))
+            if key:
+                self._note(key, fault, is_kept=bool(source.url))
             return fault
-        if place:
-            self._note(place, picture, is_kept=bool(source.url))
+        if key:
+            self._note(key, picture, is_kept=bool(source.url))
         return picture
 
     def _make(self, content: bytes, label: str) -> StoredPicture:

@@ -81,6 +81,7 @@ def _follow(url: str, config: ImagesConfig, deadline: float) -> Fetched:
 
 def _get(url: str, config: ImagesConfig, deadline: float) -> Fetched | str:
     """The content, or the URL that it is redirected to."""
+    too_slow = f"it took longer than {config.fetch_timeout_s:g} s"
     target = _split(url)
     connection = _connect(target, config, deadline)
     remaining_s = max(0.0, deadline - time.monotonic())
@@ -104,10 +105,14 @@ def _get(url: str, config: ImagesConfig, deadline: float) -> Fetched | str:
         if response.status != http.client.OK:
             raise BrokenImageError(f"its server answers with status {response.status}")
         label = _label_of(response)
-        return Fetched(_read(response, config), label)
+        content = _read(response, config)
+        if time.monotonic() >= deadline:
+            # The watchdog has cut it: without a length that looks like the end.
+            raise BrokenImageError(too_slow)
+        return Fetched(content, label)
     except (OSError, http.client.HTTPException, ValueError) as error:
         if time.monotonic() >= deadline:
-            raise BrokenImageError(f"it took longer than {config.fetch_timeout_s:g} s") from None
+            raise BrokenImageError(too_slow) from None
         raise _BusyError(str(error) or type(error).__name__) from None
     finally:
         watchdog.cancel()

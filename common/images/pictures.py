@@ -74,13 +74,12 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError(
-            "pictures need the package pillow, which is not installed here: pip install 'tidemill[images]'"
+            "pictures need the package pillow, which is not installed here: pip install pillow"
         ) from None
     if not content:
         raise BrokenImageError("it is empty")
     try:
-        # A JPEG file may turn out to be one of phones.
-        source = Image.open(io.BytesIO(content), formats=[*FORMATS, PHONE_FORMAT])
+        source = Image.open(io.BytesIO(content), formats=FORMATS)
         _check_header(source, label)
         source.load()
         upright = ImageOps.exif_transpose(source)

@@ -96,7 +96,7 @@ class PictureProcessor:
         counts[places] = [self.num_tokens_of(width, height) for width, height in sizes]
         expanded = np.repeat(np.asarray(ids, dtype=np.int32), counts)
         starts = np.cumsum(counts) - counts
-        return expanded, [(int(starts[place]), int(counts[place])) for place in places]
+        return expanded, [(int(starts[index]), int(counts[index])) for index in places]
 
     def _process(self, pictures: Sequence[Any]) -> dict[str, Any]:
         return dict(self.image_processor(images=pictures, return_tensors="pt", **self.call_kwargs))

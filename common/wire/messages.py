@@ -80,7 +80,9 @@ class PromptFields(Message):
         "", description="the row's own text where `prompt_text` is more, such as a chat template's rendering"
     )
     source: str = Field("", description="the source of `data.train`, or the evaluation set, it is of")
-    images: tuple[Image, ...] = Field((), description="its pictures, by the order of their tokens")
+    images: tuple[Image, ...] = Field(
+        (), description="its pictures, by the order of their tokens", exclude_if=lambda images: not images
+    )
 
     @model_validator(mode="after")
     def _check_images(self) -> Self:

@@ -146,6 +146,16 @@ def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, Group]) -
     return digest.hexdigest()
 
 
+def check_processor(commit: Commit, policy: Policy) -> None:
+    """Raises ConfigError: the step was trained on pictures with another processor than the policy has."""
+    if commit.processor != policy.processor:
+        raise ConfigError(
+            f"step {commit.step} was trained with the image processor {commit.processor or '(none)'}, and "
+            f"this is {policy.processor or '(none)'}: the same pictures have other pixels. Go on with the "
+            "model folder, the section `images` and the release of transformers that the run was started with"
+        )
+
+
 class StepRunner:
     def __init__(
         self,
@@ -202,13 +212,7 @@ class StepRunner:
             StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
-        if commit.processor != self.policy.processor:
-            raise ConfigError(
-                f"step {commit.step} was trained with the image processor {commit.processor or '(none)'}, "
-                f"and this is {self.policy.processor or '(none)'}: the same pictures have other pixels. Go "
-                "on with the model folder, the section `images` and the release of transformers that the "
-                "run was started with"
-            )
+        check_processor(commit, self.policy)
         self.thread.hold()
         result = self._begin()
         later: set[int] = set()

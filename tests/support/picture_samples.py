@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from PIL import Image as PilImage
 from transformers import AutoModelForImageTextToText
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from tests.support.samples import sample_of
 from tidemill.common.config.images import ImagesConfig
@@ -27,6 +30,31 @@ SIZES = ((56, 56), (84, 56), (40, 100))
 """Widths and heights."""
 TEXT_IDS = 90
 """Ids below it are characters."""
+
+
+def compute_in_float64(monkeypatch: Any) -> None:
+    """Without these changes norms, and rotations in towers, compute in float32 whatever the weights are: the
+    gradients of samples that share something are added before they are rounded there, and not after."""
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = modeling_qwen3_vl.rotate_half
+        wide_cos = cos.unsqueeze(-2).to(q.dtype)
+        wide_sin = sin.unsqueeze(-2).to(q.dtype)
+        return q * wide_cos + half(q) * wide_sin, k * wide_cos + half(k) * wide_sin
+
+    for kind in (
+        modeling_llama.LlamaRMSNorm,
+        modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm,
+        modeling_qwen3_vl.Qwen3VLTextRMSNorm,
+    ):
+        monkeypatch.setattr(kind, "forward", norm)
+    for module in (modeling_qwen2_5_vl, modeling_qwen3_vl):
+        monkeypatch.setattr(module, "apply_rotary_pos_emb_vision", rotate)
 
 
 def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:

@@ -45,6 +45,7 @@ from tidemill.services.console.check.model_folder import (
     describe_reading,
     inspect_model,
 )
+from tidemill.services.console.check.pictures import check_pictures
 from tidemill.services.console.check.placement import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
@@ -215,6 +216,7 @@ def examine(
         lambda: _check_engine(findings.config),
         lambda: check_teachers(findings.config),
         lambda: _describe_reading(findings),
+        lambda: findings.notes.extend(check_pictures(findings.config, findings.model, rows)),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),

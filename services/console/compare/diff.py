@@ -49,8 +49,8 @@ USE = "perf/"
 GAPS = ("logprob_gap/", "rollout_kl")
 """Prefixes of metrics that are differences, mostly of rounding: the tolerance for these is absolute."""
 COMPARED_OF_PROMPTS = (
-    "source", "row", "prompt_ids", "prompt_text", "data_source", "ground_truth", "extra", "group_size",
-    "sampling",
+    "source", "row", "prompt_ids", "images", "prompt_text", "data_source", "ground_truth", "extra",
+    "group_size", "sampling",
 )  # fmt: skip
 """Fields in which tickets of the same number are compared, in this order."""
 MAX_WIDTH = 60

@@ -35,6 +35,8 @@ def convert_verl(draft: Draft, module: str) -> None:
     _convert_reward(draft)
     _convert_algorithm(draft)
     _convert_correction(draft)
+    if "data.image_key" in draft.options:
+        draft.put("images", {}, "data.image_key", "its bounds are ours: see docs/images.md")
     files = draft.take("data.val_files")
     if files:
         names = [files] if isinstance(files, str) else list(files)

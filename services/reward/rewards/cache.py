@@ -136,6 +136,8 @@ def _digest(version: str, sample: RewardSample) -> str:
     ]
     if trajectory.thought is not None:
         parts.append(("thought", trajectory.thought))
+    if trajectory.images:
+        parts.append(("images", [image.digest for image in trajectory.images]))
     session = trajectory.session
     if session is not None:
         parts += [session.environment, session.messages, session.reward, session.metrics, session.end]

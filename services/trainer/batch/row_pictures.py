@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 Broken = tuple[str, str]
 """Origin of a row, and why it is left out."""
-SHOWN = 5
+NUM_LOGGED = 5
 """Rows that are left out, of which the log names origin and reason."""
 
 
@@ -135,5 +135,5 @@ class RowPictures:
             )
         if not num_left:
             raise ConfigError(f"{origin}: {reason}. No row is left: {len(broken):,} are left out like this.")
-        shown = [f"{origin}: {reason}" for origin, reason in broken[:SHOWN]]
-        log.warning("rows are left out for their pictures", num_rows=len(broken), first=shown)
+        first = [f"{origin}: {reason}" for origin, reason in broken[:NUM_LOGGED]]
+        log.warning("rows are left out for their pictures", num_rows=len(broken), first=first)

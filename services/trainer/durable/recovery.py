@@ -41,7 +41,7 @@ from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
-from tidemill.services.trainer.step import StepRunner, samples_digest
+from tidemill.services.trainer.step import StepRunner, check_processor, samples_digest
 
 log = structlog.get_logger(__name__)
 
@@ -206,6 +206,8 @@ class Replayer:
                 await on_disk(self.context, recorder.step, commit.step, commit.metrics)
 
     async def _replay_one(self, commit: Commit, cursor: GroupCursor) -> None:
+        # Before its records are read: pictures would have other numbers of tokens.
+        check_processor(commit, self.runner.policy)
         try:
             # Their payloads may be in a store that is down: wait for it, unless the service must stop.
             groups = await self.context.unless_stopping(pending_groups(cursor, commit))

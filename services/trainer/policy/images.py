@@ -86,7 +86,7 @@ class Images(PolicyOption):
     def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
         pictures = settings.pictures
         assert pictures is not None, "the config asks for them"
-        self._model: Any = model
+        self._model = model
         self._trains_tower = settings.trainer.train_tower
         self._processor = load_processor(pictures.model_path, pictures.images)
         self._banned_ids = torch.tensor(self._processor.banned_ids)
@@ -98,7 +98,7 @@ class Images(PolicyOption):
     def change_model(self, model: PreTrainedModel) -> None:
         """Freeze what turns pictures into features, unless it is trained. Raises ConfigError: this release of
         transformers does not take features."""
-        body = body_of(model)
+        body: Any = body_of(model)
         if FEATURES not in inspect.signature(body.forward).parameters:
             raise ConfigError(
                 f"images: this release of transformers has no {FEATURES} for a {model.config.model_type}; "
@@ -133,7 +133,9 @@ class Images(PolicyOption):
         assert np.array_equal(ids == self._processor.placeholder_id, feature_of >= 0), (
             "samples with other placeholders were left out as they arrived"
         )
-        joined = {name: torch.cat([of_one[name] for of_one in pixels]) for name in pixels[0]}
+        joined: Pixels = {}
+        for name in pixels[0]:
+            joined[name] = torch.cat([of_picture[name] for of_picture in pixels])
         computed = TilePictures(joined, torch.from_numpy(feature_of[feature_of >= 0]))
         kwargs = tile.model_kwargs
         if self._processor.family.has_grid_positions:
@@ -152,7 +154,7 @@ class Images(PolicyOption):
         for row, places in zip(tile.rows, tile.places, strict=True):
             if row.images:
                 positions[1:, places] = self._grid_positions(row)
-        return torch.from_numpy(positions).unflatten(1, tile.ids_BT.shape)
+        return torch.from_numpy(positions).view(4, *tile.ids_BT.shape)
 
     def _grid_positions(self, row: Row) -> Indices:
         """The model's own positions of one row's tokens: time, height and width. Shape [3, L]."""
@@ -160,7 +162,8 @@ class Images(PolicyOption):
         for image in row.images:
             types_L[image.first : image.end] = 1
         grids = torch.cat([self._pixels_of(image)["image_grid_thw"] for image in row.images])
-        positions, _ = body_of(self._model).get_rope_index(
+        body: Any = body_of(self._model)
+        positions, _ = body.get_rope_index(
             input_ids=torch.from_numpy(row.ids.astype(np.int64))[None],
             mm_token_type_ids=torch.from_numpy(types_L)[None],
             image_grid_thw=grids,

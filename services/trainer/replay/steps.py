@@ -33,7 +33,7 @@ from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.memory.fit import PASSES_FILE
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
-from tidemill.services.trainer.step import StepResult, StepRunner
+from tidemill.services.trainer.step import StepResult, StepRunner, check_processor
 
 Say = Callable[[dict[str, Any]], None]
 """Reports how far the replay is."""
@@ -124,6 +124,8 @@ class StepReplay:
 
     async def _train(self, commit: Commit) -> tuple[StepResult, str]:
         assert self._cursor is not None, "`_restore` comes first"
+        # Before its records are read: pictures would have other numbers of tokens.
+        check_processor(commit, self.policy)
         started_at = time.monotonic()
         # Groups that were replaced are never trained: the reader need not keep what it has of them.
         self._cursor.close(ticket for ticket, index, _ in commit.dropped if index < 0)

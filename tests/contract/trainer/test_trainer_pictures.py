@@ -12,6 +12,7 @@ from tests.support.picture_samples import png_of
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import run, trainer_context
+from tidemill.common.config import RunConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
@@ -45,17 +46,21 @@ def make_pictures_run(broker, keys, tmp_path):
             (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "run").mkdir(exist_ok=True)
         broker.claims = ClaimStore(tmp_path / "run")
-        return trainer_context(
+        context = trainer_context(
             broker,
             keys,
             tmp_path / "run",
             folder,
-            model={"path": str(folder), "max_model_len": 256},
-            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 128},
+            data={"train": str(tmp_path / "train.jsonl")},
             images={"max_pixels": 28 * 28 * 16},
             trainer={"policy": "transformers", "steps": STEPS, "checkpoint_every": 2, **trainer},
             streams={"trim": False, "archive": {"enabled": False}, **(streams or {})},
         )
+        tree = context.config.model_dump(mode="json")
+        tree["model"]["max_model_len"] = 256
+        tree["data"]["max_prompt_tokens"] = 128
+        context.config = RunConfig.model_validate(tree)
+        return context
 
     return make
 
@@ -160,6 +165,7 @@ async def test_another_processor_is_refused_on_resume_and_replay(make_pictures_r
     changed_images = ImagesConfig(max_pixels=28 * 28 * 9)
     trainer = context.config.trainer.model_copy(update={"steps": STEPS + 1})
     context.config = context.config.model_copy(update={"images": changed_images, "trainer": trainer})
+    broker.claims = ClaimStore(context.run_dir)  # as in a process of its own
     with pytest.raises(ConfigError, match="image processor"):
         await run(context)
     for step in (0, STEPS - 1):  # from the starting model, and from a checkpoint

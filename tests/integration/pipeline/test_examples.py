@@ -18,8 +18,9 @@ from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of, messages
 from tidemill.common.config import load_config
+from tidemill.common.images.store import ImageStore
 from tidemill.common.run.state import METRICS_FILE, PROFILES, STEP, read_records
-from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, ScoreStatus, Trajectory
+from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, ScoreStatus, Ticket, Trajectory
 
 SHORT = {"trainer__loggers": "[]", "streams__trim": "false"}
 
@@ -180,3 +181,55 @@ def test_from_demonstrations_to_rewards_to_demonstrations(tmp_path: Path) -> Non
     for run_id in ("first", "second"):
         assert_replays(tmp_path, run_id, [0, 5, 8])
     assert "a demonstration" in tidemill(tmp_path, "trace", f"{FIRST_DEMONSTRATION}.0", "second")
+
+
+def draw_pictures(folder: Path, num_rows: int) -> None:
+    """The rows of examples/shapes."""
+    command = [sys.executable, "examples/shapes/draw.py", "--rows", str(num_rows), "--out", str(folder)]
+    subprocess.run(command, cwd=REPO, check=True)
+
+
+async def test_a_model_that_sees_is_trained_on_pictures_and_a_broken_one_costs_its_row_alone(tmp_path):
+    rows = tmp_path / "data"
+    draw_pictures(rows, 24)
+    (rows / "train" / "0003.png").write_bytes(b"<html>not found</html>")
+    model = made("shapes/make_model.py", tmp_path / "made", 10)
+    steps = 3
+    config = load_config(
+        REPO / "examples/shapes/config.yaml",
+        settings(
+            **SHORT,
+            model__path=model,
+            data__train=rows / "train.jsonl",
+            data__eval=f"{{held_out: {rows / 'eval.jsonl'}}}",
+            trainer__steps=steps,
+            trainer__groups_per_step=8,
+            trainer__algorithm__filter_zero_variance=False,
+            trainer__evaluation__max_prompts=8,
+        ),
+    )
+    async with ServiceRun(tmp_path, config, "shapes") as run:
+        run.start_all()
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        tickets = await messages(run.broker, run.keys.prompts(), Ticket)
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        commits = await commits_of(run.broker, run.keys)
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        assert "train.jsonl line 4" in run.log_of("trainer")
+        # Each of the other 23 rows once, and the first again.
+        assert {ticket.row for ticket in tickets} == {*range(24)} - {3}
+        images = {ticket.ticket: ticket.images for ticket in tickets}
+        for sample in samples:
+            assert sample.images == images[sample.ticket]
+            (image,) = sample.images
+            assert image.num_tokens == 4 and ImageStore(run.run_dir).read(image)
+            assert not sample.fault
+        trained = [commit.trained_keys for commit in commits]
+        assert [len(set(keys)) for keys in trained] == [64] * steps
+        assert_replays(tmp_path, "shapes", list(range(steps)), run.url)
+        ticket = commits[0].groups[0]
+        digest = images[ticket][0].digest
+        words = ("streams", "show", "trajectories", f"{ticket}.0", "shapes")
+        assert digest in tidemill(tmp_path, *words, url=run.url)
+        tidemill(tmp_path, "trace", f"{ticket}.0", "shapes", url=run.url)
+        tidemill(tmp_path, "rescore", "shapes", "--reward", "exact_match", url=run.url)

@@ -31,6 +31,9 @@ from tidemill.services.trainer.weights.store import model_tensors
 
 USUAL_GPU = (9, 0)
 """Compute capability for which an attention kernel is chosen, where no GPU is at hand."""
+TOWER_SHARE = 1.5
+"""What a tower and its projector keep, as a multiple of what matrices and norms of its layers do: rotations,
+activations and merging keep the rest. 1.38 (Qwen2.5-VL), 1.65 (Qwen3-VL) and 1.44 (LLaVA) of two layers."""
 WIDE = 4
 """Bytes of float32: what layers pass on to each other, and what norms compute with."""
 
@@ -166,7 +169,7 @@ def count_sizes(
     for block in blocks:
         if block not in of_text and vision is not None:
             kept = sum(_kept(module, vision, width) for module in block.modules())
-            tower_layers.append(_scores(vision, width, 0) + kept)
+            tower_layers.append(TOWER_SHARE * (_scores(vision, width, 0) + kept))
     tower_weights = [weight for module in tower_of(model) for weight in module.parameters()]
     if not layers:
         raise ConfigError(

@@ -42,6 +42,9 @@ def verdicts(made: Draft, option: str) -> list[str]:
 CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     # verl
     ("verl", {}, {"trainer.epochs": 30, "trainer.groups_per_step": 1024, "trainer.mini_batches": 4}),
+    ("verl", {"data.image_key": "images", "trainer.n_gpus_per_node": 1}, {"images": {}}),
+    ("verl", {"data.image_key": "picture", "trainer.n_gpus_per_node": 1},
+     {"images": {}, "data.columns.images": "picture"}),
     ("verl", {"trainer.total_training_steps": 7}, {"trainer.steps": 7, "trainer.epochs": None}),
     ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {ALGORITHM + "advantage": "dr_grpo"}),
     ("verl", {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-5},

@@ -15,7 +15,7 @@ from tests.support.models import (
     save_state,
     train,
 )
-from tests.support.picture_samples import IMAGES, PictureMaker, png_of
+from tests.support.picture_samples import IMAGES, PictureMaker, compute_in_float64, png_of
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.groups.sample import Sample
@@ -58,7 +58,10 @@ def test_logprobs_are_those_of_a_plain_pass_over_each_sample(maker: PictureMaker
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_batch_has_the_gradient_of_its_samples_alone(maker: PictureMaker, packing: bool) -> None:
+def test_a_batch_has_the_gradient_of_its_samples_alone(
+    maker: PictureMaker, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_in_float64(monkeypatch)
     samples = maker.samples()
     together = maker.policy(packing=packing, train_tower=True)
     together.accumulate(one_batch(samples))
@@ -218,3 +221,13 @@ def test_a_sample_that_has_its_picture_twice_reads_it_once(maker: PictureMaker) 
     with torch.no_grad():
         expected = maker.plain_logprobs(maker.plain_model(), sample).numpy()
     np.testing.assert_allclose(mine[0, 0], expected, atol=1e-12, rtol=0.0)
+
+
+def test_half_precision_computes_about_the_same(maker: PictureMaker) -> None:
+    samples = maker.samples()
+    wide = logprobs_by_key(maker.policy(torch.float32), samples)
+    policy = maker.policy(torch.bfloat16, train_tower=True)
+    half = logprobs_by_key(policy, samples)
+    for key, logprobs in wide.items():
+        np.testing.assert_allclose(half[key], logprobs, atol=0.25)
+    assert not train(policy, [one_batch(samples)]).skipped

@@ -404,7 +404,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
 def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(fit, "with_fitting_passes", lambda config, _: config)
-    monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
+    monkeypatch.setattr(transformers_policy, "load_policy", lambda *_: None)
     with capture_logs() as logs:
         loading.open_policy(config_of(dtype=dtype))
     assert [entry["log_level"] for entry in logs] == ["warning"] * num_warnings
@@ -447,7 +447,7 @@ def test_what_a_tower_keeps_is_that_of_a_real_pass_within_a_fifth(family: str) -
 
 def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     sizes = count_sizes(vision_model("qwen2_5_vl", vision_tokenizer("qwen2_5_vl")), torch.bfloat16, WIDTH)
-    tree = {"model": {"path": "x", "max_model_len": 128}, "data": {"train": "x"}}
+    tree: dict[str, Any] = {"model": {"path": "x"}, "data": {"train": "x"}}
     text = trainer_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 1000, recomputed=False)
     frozen = RunConfig.model_validate(tree | {"images": {}})
     trained = RunConfig.model_validate(tree | {"images": {}, "trainer": {"train_tower": True}})

@@ -1,0 +1,92 @@
+"""The section `images` against the model's folder and the rows, before anything starts."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from tidemill.common.config.run import RunConfig
+from tidemill.common.data.dataset import Row
+from tidemill.common.data.image_columns import IMAGES
+from tidemill.common.data.prompt_lengths import chat_messages
+from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.images.door import ImageDoor
+from tidemill.common.images.families import family_of
+from tidemill.services.console.check.model_folder import ModelFacts
+
+NUM_TRIED = 64
+"""Rows of each set whose pictures are decoded; the trainer looks at all as it starts."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def check_pictures(
+    config: RunConfig, model: ModelFacts | None, rows: Mapping[str, Sequence[Row]]
+) -> list[str]:
+    """Notes about pictures of the rows.
+
+    Raises:
+        ConfigError: pillow is missing, the model's family is not one that sees or has no image processor, or
+            the pictures that were tried cannot be used.
+    """
+    if config.images is None:
+        return []
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError("images needs the package pillow, which is not installed: pip install pillow")
+    if model is not None and not model.is_remote:
+        family_of(model.model_type)
+        if not any((model.path / name).is_file() for name in PROCESSOR_FILES):
+            raise ConfigError(
+                f"model folder {model.path} has no image processor (none of {', '.join(PROCESSOR_FILES)}); "
+                "save it there with processor.save_pretrained."
+            )
+    notes = []
+    for name, of_set in rows.items():
+        notes += _try_rows(config, name, of_set[:NUM_TRIED])
+    if rows and not any(_has_pictures(of_set[:NUM_TRIED]) for of_set in rows.values()):
+        notes.append(
+            f"images: none of the first rows has pictures; they are looked for in {' and '.join(IMAGES)} "
+            "(data.columns renames them), and in the parts of messages"
+        )
+    return notes
+
+
+def _has_pictures(rows: Sequence[Row]) -> bool:
+    return any(row.images for row in rows)
+
+
+def _try_rows(config: RunConfig, name: str, rows: Sequence[Row]) -> list[str]:
+    assert config.images is not None, "its caller has looked"
+    door = ImageDoor(config.images, None)
+    broken = []
+    num_urls = 0
+    for row in rows:
+        if row.images and (reason := _reason(config, door, row)):
+            broken.append(f"{row.origin}: {reason}")
+        num_urls += sum(bool(source.url) for source in row.images)
+    notes = []
+    if num_urls:
+        notes.append(
+            f"{name}: pictures of URLs are fetched as the trainer starts ({num_urls} in {len(rows)} rows)"
+        )
+    if broken and (config.images.broken == "error" or len(broken) == len(rows)):
+        raise ConfigError(
+            f"{broken[0]}. {len(broken)} of the first {len(rows)} rows of {name} are like this."
+        )
+    if broken:
+        notes.append(
+            f"{name}: {len(broken)} of the first {len(rows)} rows are left out for their pictures "
+            f"(images.broken), first {broken[0]}"
+        )
+    return notes
+
+
+def _reason(config: RunConfig, door: ImageDoor, row: Row) -> str:
+    """Why a row cannot be used; empty where it can, as far as can be seen without its URLs."""
+    assert config.images is not None, "its caller has looked"
+    limit = config.images.max_per_prompt
+    if len(row.images) > limit:
+        return f"it has {len(row.images)} pictures, more than images.max_per_prompt ({limit})"
+    try:
+        chat_messages(row, config.data)
+    except BrokenImageError as error:
+        return str(error)
+    pictures = door.take([source for source in row.images if not source.url])
+    return next((picture.fault for picture in pictures if picture.fault), "")
