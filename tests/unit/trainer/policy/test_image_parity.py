@@ -83,7 +83,7 @@ async def test_engine_and_trainer_agree_before_and_after_three_updates(
                 np.testing.assert_allclose(
                     scores["logprobs"], sample.columns["rollout_logprobs"], atol=TOLERANCE, rtol=0.0
                 )
-            before.append(float(samples[0].logprobs.sum()))
+            before.append(float(samples[0].columns["rollout_logprobs"].sum()))
             train(policy, [one_batch(samples)])
             await load(version + 1)
     finally:
