@@ -30,6 +30,8 @@ GPU_ELEMENTS = 1 << 28
 CACHED_ELEMENTS = 1 << 22
 CHUNK_TOKENS = 512
 """A CPU is fastest with chunks that stay in its cache; with fewer tokens it, too, waits for the matrix."""
+LEAST_LOGPROB = -1e30
+"""Below it a probability is 0, and so has to be its product with the logprob, times any gradient."""
 
 
 class Scaling(NamedTuple):
@@ -178,7 +180,7 @@ def score_logits(
     targets = targets - log_mass_C
     if entropy_gradient:
         # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
-        bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
+        bounded_CV = logprobs_CV.clamp(min=LEAST_LOGPROB)
         return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C
     with torch.no_grad():
         # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
@@ -409,7 +411,7 @@ def _chunk_gradient(
         factor_CV = F.log_softmax(logits_CV, dim=-1)
         # In the memory of the logits, unless these are used below.
         p_CV = torch.exp(factor_CV, out=logits_CV) if options.kept is None else factor_CV.exp()
-        factor_CV.clamp_(min=torch.finfo(factor_CV.dtype).min)
+        factor_CV.clamp_(min=LEAST_LOGPROB)
         factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
         factor_CV.mul_(of_entropies_C[:, None]).add_(of_whole_C[:, None])
         d_logits_CV = p_CV.mul_(factor_CV).neg_()

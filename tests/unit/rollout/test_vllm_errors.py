@@ -1,4 +1,4 @@
-"""A request that vLLM ends with "error" is submitted again, a few times; no vLLM is needed here."""
+"""A request that vLLM ends with "error" is submitted again, a few times. vLLM is not needed for that."""
 
 from types import SimpleNamespace
 from typing import Any

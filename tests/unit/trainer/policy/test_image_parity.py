@@ -80,8 +80,10 @@ async def test_engine_and_trainer_agree_before_and_after_three_updates(
             parts, _ = policy._deal_groups(samples)
             scored = policy._score_all(parts, policy.scorer, 1.0)
             for sample, scores in zip(samples, scored, strict=True):
-                np.testing.assert_allclose(scores["logprobs"], sample.logprobs, atol=TOLERANCE, rtol=0.0)
-            before.append(float(samples[0].logprobs.sum()))
+                np.testing.assert_allclose(
+                    scores["logprobs"], sample.columns["rollout_logprobs"], atol=TOLERANCE, rtol=0.0
+                )
+            before.append(float(samples[0].columns["rollout_logprobs"].sum()))
             train(policy, [one_batch(samples)])
             await load(version + 1)
     finally:
