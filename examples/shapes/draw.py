@@ -1,7 +1,7 @@
 """Draw the pictures of the demo, with questions about them: coloured shapes to count and to find.
 
 A picture has four cells of 28 by 28 pixels; each is empty, or has a shape in a colour. Everything follows
-from the seed, and no picture of the held-out rows is among those of training.
+from the seed, and no picture with several shapes is both held out and in training.
 
     python examples/shapes/draw.py            # writes `data/` beside this file, some seconds
 """
@@ -23,8 +23,8 @@ PLACES = ("top left", "top right", "bottom left", "bottom right")
 CELL = 28
 """Side of a cell in pixels: Qwen2.5-VL makes one token of it."""
 MARGIN = 3
-COUNT = "How many {} are there?"
-LOCATE = "Where is the {}?"
+COUNT = "How many shapes are there?"
+LOCATE = "Where is the shape?"
 
 Cell = tuple[str, str] | None
 """Colour and shape; None: empty."""
@@ -34,8 +34,7 @@ Cell = tuple[str, str] | None
 class Question:
     """A question about a picture.
 
-    Example: `cells` of a red circle and three empty ones, `text` "Where is the red circle?", `answer` "top
-    left".
+    Example: `cells` of a red circle and three empty ones, `text` "Where is the shape?", `answer` "top left".
     """
 
     cells: tuple[Cell, ...]
@@ -73,27 +72,26 @@ def draw(cells: Sequence[Cell]) -> Image.Image:
 def ask(randomness: random.Random) -> Question:
     """A random picture, and a question that has one answer."""
     kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    cells: list[Cell] = [randomness.choice(kinds) if randomness.random() < 0.75 else None for _ in range(4)]
-    unique = [cell for cell in cells if cell is not None and cells.count(cell) == 1]
-    if unique and randomness.random() < 0.5:
-        wanted = randomness.choice(unique)
-        return Question(tuple(cells), LOCATE.format(" ".join(wanted)), PLACES[cells.index(wanted)])
-    by_colour = randomness.random() < 0.5
-    name = randomness.choice(list(COLOURS) if by_colour else SHAPES)
-    count = sum(cell is not None and name in cell for cell in cells)
-    thing = f"{name} shapes" if by_colour else f"{name}s"
-    return Question(tuple(cells), COUNT.format(thing), str(count))
+    is_count = randomness.random() < 0.5
+    count = randomness.randrange(5) if is_count else 1
+    cells: list[Cell] = [None] * 4
+    filled = randomness.sample(range(4), count)
+    for number in filled:
+        cells[number] = randomness.choice(kinds)
+    if is_count:
+        return Question(tuple(cells), COUNT, str(count))
+    return Question(tuple(cells), LOCATE, PLACES[filled[0]])
 
 
 def make_questions(number: int, seed: int, without: Sequence[Question] = ()) -> list[Question]:
-    """Different pictures, none of them among those of `without`."""
+    """Questions about pictures that are not among those of `without`."""
     randomness = random.Random(seed)
-    seen = {question.cells for question in without}
+    left_out = {question.cells for question in without}
     questions: list[Question] = []
     while len(questions) < number:
         question = ask(randomness)
-        if question.cells not in seen:
-            seen.add(question.cells)
+        # There are few pictures of a single shape, and one of none.
+        if question.cells not in left_out or sum(cell is not None for cell in question.cells) < 2:
             questions.append(question)
     return questions
 
