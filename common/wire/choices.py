@@ -167,43 +167,47 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
         routing: that of the model. Without it, a layer that is zero at every token counts as a layer without
             a router, because engines leave those at zero. If all layers are zero, none of them counts so.
     """
-    num_rows, num_layers, num_chosen = routes.values.shape
+    num_rows, num_layers, _ = routes.values.shape
     if not num_rows:
         return ""
     # [K, R, L], so that each comparison runs over memory in order.
-    experts = np.ascontiguousarray(np.moveaxis(routes.values, -1, 0))
-    layer_numbers = None
+    experts_KRL = np.ascontiguousarray(np.moveaxis(routes.values, -1, 0))
+    layers: Sequence[int] = range(num_layers)
     # Rows have the routers' layers alone, or all layers of the model; of these the routers' ones are checked.
     if routing is not None and num_layers != len(routing.layers):
-        if max(routing.layers) >= num_layers:
-            highest_layer = max(routing.layers)
-            return (
-                f"{ROUTES_FAULT}have {num_layers} layers, and the model has a router in layer {highest_layer}"
-            )
-        layer_numbers = list(routing.layers)
-        experts = experts[:, :, layer_numbers]
-    if routing is not None and (highest := int(experts.max())) >= routing.num_experts:
-        return f"{ROUTES_FAULT}name expert {highest}, and the model has {routing.num_experts} a layer"
-    is_repeated = np.zeros(experts.shape[1:], dtype=np.bool_)
-    for first, second in combinations(range(num_chosen), 2):
-        is_repeated |= experts[first] == experts[second]
-    if not is_repeated.any():
+        last_layer = max(routing.layers)
+        if last_layer >= num_layers:
+            return f"{ROUTES_FAULT}have {num_layers} layers, and the model has a router in layer {last_layer}"
+        layers = routing.layers
+        experts_KRL = experts_KRL[:, :, list(layers)]
+    if routing is not None:
+        highest = int(experts_KRL.max())
+        if highest >= routing.num_experts:
+            return f"{ROUTES_FAULT}name expert {highest}, and the model has {routing.num_experts} a layer"
+    is_repeated_RL = _name_one_twice(experts_KRL)
+    if routing is None and is_repeated_RL.any():
+        has_router_L = experts_KRL.any(axis=(0, 1))
+        if has_router_L.any():
+            is_repeated_RL &= has_router_L
+    if not is_repeated_RL.any():
         return ""
-    if routing is None:
-        is_unused = ~experts.any(axis=(0, 1))
-        if not is_unused.all():
-            is_repeated[:, is_unused] = False
-            if not is_repeated.any():
-                return ""
-    token, position = np.argwhere(is_repeated)[0].tolist()
-    layer = position if layer_numbers is None else layer_numbers[position]
-    chosen = experts[:, token, position].tolist()
-    num_tokens = int(is_repeated.any(axis=1).sum())
+    token, position = np.argwhere(is_repeated_RL)[0].tolist()
+    chosen = experts_KRL[:, token, position].tolist()
+    num_tokens = int(is_repeated_RL.any(axis=1).sum())
     return (
         f"{ROUTES_FAULT}name an expert twice at {num_tokens} of {num_rows} tokens (first: token {token}, "
-        f"layer {layer}, experts {chosen}), which no router does: the engine did not record them (for vLLM "
-        "see its issue 54730); use another version of the engine, or set rollout.record_routes: false"
+        f"layer {layers[position]}, experts {chosen}), which no router does: the engine did not record them "
+        "(for vLLM see its issue 54730); use another version of the engine, or set rollout.record_routes: "
+        "false"
     )
+
+
+def _name_one_twice(experts_KRL: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where an expert is chosen twice for one token in one layer. Shape [R, L]."""
+    is_repeated_RL = np.zeros(experts_KRL.shape[1:], dtype=np.bool_)
+    for first_RL, second_RL in combinations(experts_KRL, 2):
+        is_repeated_RL |= first_RL == second_RL
+    return is_repeated_RL
 
 
 def check_rows(rows: Mapping[str, Rows], segments: Sequence[Segment]) -> None:

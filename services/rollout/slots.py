@@ -8,6 +8,7 @@ Guarantees: at least one group may be held; without reports of the engine the li
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.services.rollout.engines.engine import EngineReport
@@ -68,3 +69,31 @@ class Slots:
         self._queue = math.inf
         self._had = 0
         self._lost = 0
+
+
+class CachedHistory:
+    """How much of one sample's history the engine has cached, from turn to turn.
+
+    Example: of a turn's prompt 96 tokens come from the cache. The next turn's prompt begins with the same
+    tokens, and 32 come from the cache: 64 are lost.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._prompt_ids: Sequence[int] = ()
+        self._version = -1
+        self._most_cached = 0
+        """Most tokens of this history that were cached in any turn so far."""
+
+    def add_turn(self, prompt_ids: Sequence[int], version: int, num_cached: int) -> None:
+        """Record a turn, in which `num_cached` tokens of its prompt came from the cache; `version` is that of
+        its first token."""
+        goes_on = version == self._version and prompt_ids[: len(self._prompt_ids)] == self._prompt_ids
+        # Cached tokens of an older version, or of another history, do not count as lost.
+        if not goes_on:
+            self._most_cached = 0
+        elif self._most_cached:
+            self._slots.turn(self._most_cached, num_cached)
+        self._prompt_ids = prompt_ids
+        self._version = version
+        self._most_cached = max(self._most_cached, num_cached)

@@ -82,7 +82,7 @@ from tidemill.services.rollout.engines.engine import (
 )
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player, find_engine_fault
-from tidemill.services.rollout.slots import START, UNREPORTED, Slots
+from tidemill.services.rollout.slots import START, UNREPORTED, CachedHistory, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
 if TYPE_CHECKING:
@@ -416,13 +416,11 @@ class RolloutWorker(LaneWorker[Ticket]):
             name += f"-p{len(play.parts)}"
         numbers = count(1)
         is_greedy = self._is_greedy(index)
-        before: tuple[Sequence[int], int, int] = ((), -1, 0)
-        """Of the turn before: its prompt, the version of its first token, the most tokens cached so far."""
+        history_in_cache = CachedHistory(self.slots)
 
         async def ask(
             ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None
         ) -> Generation:
-            nonlocal before
             number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
@@ -431,14 +429,8 @@ class RolloutWorker(LaneWorker[Ticket]):
                 request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens, ticket.ticket, pictures
             )
             generation = await self._ask(request)
-            # Cached tokens of an older version, or of another history, do not count as lost. A turn begins
-            # with the version of its first span.
-            prompt, version, num_had = before
-            if version != generation.spans[0][0] or ids[: len(prompt)] != prompt:
-                num_had = 0
-            elif num_had:
-                self.slots.turn(num_had, generation.num_cached_tokens)
-            before = (ids, generation.spans[0][0], max(num_had, generation.num_cached_tokens))
+            version = generation.spans[0][0]
+            history_in_cache.add_turn(ids, version, generation.num_cached_tokens)
             return generation
 
         async def keep(play_name: bytes, number: int, play_part: Part) -> bool:

@@ -9,15 +9,14 @@ from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.activity import LOAD
 from tidemill.common.process.checks import check_loggers
-from tidemill.common.process.gpu_sharing import GpuLock, lock_files
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
-from tidemill.services.trainer.batch.demonstrations import load_demonstrations
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import (
     Prompt,
+    PromptSource,
     load_eval_prompts,
     load_tokenizer,
     load_training_prompts,
@@ -83,6 +82,8 @@ async def _train(context: ServiceContext) -> None:
     thread = PolicyThread()
     async with AsyncExitStack() as sharing:
         if context.config.rollout.trainer_gpus == "turns":
+            from tidemill.common.process.gpu_sharing import GpuLock, lock_files
+
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
         policy = await thread.call(open_policy, context.config, context.run_dir)
         thread.policy = policy
@@ -202,5 +203,9 @@ def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prom
         pictures = RowPictures.of_run(config, context.run_dir, tokenizer)
     prompts = load_training_prompts(config.data, tokenizer, config.seed, pictures)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts, pictures)
-    demonstrations = load_demonstrations(config.data, tokenizer, config.seed, config.model)
+    demonstrations: list[PromptSource] = []
+    if config.data.demonstrations:
+        from tidemill.services.trainer.batch.demonstrations import load_demonstrations
+
+        demonstrations = load_demonstrations(config.data, tokenizer, config.seed, config.model)
     return PromptPlan(prompts, config, demonstrations), evaluation

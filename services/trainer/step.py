@@ -30,17 +30,14 @@ from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from tidemill.services.trainer.groups.bins import PrefixOrder, fit_together, form_micro_batches
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.groups.micro_batch import MicroBatch, rebuild
 from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.groups.waiting_samples import WaitingSamples
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
-
-MIN_FILL = 0.5
-"""A micro-batch filled less than this waits for more groups, unless its mini-batch has no more to come."""
 
 
 @dataclass(slots=True)
@@ -274,44 +271,28 @@ class StepRunner:
     ) -> None:
         """Fill one mini-batch with the next groups to arrive, and train them as they come. `arrived` are
         groups of the step that are in no mini-batch yet."""
-        places = self.trainer.groups_per_step // self.trainer.mini_batches
         is_first = len(result.mini_batches) == 1
+        # What each group is trained with may depend on those that are still to come.
+        needs_all = self.advantages.scope == "batch" or self.algorithm.needs_statistics
+        waiting = WaitingSamples(self.policy.bins, self.policy.layout, is_at_start=is_first)
         unassigned: list[Group] = []
-        waiting: list[Sample] = []
-        bin_tokens, num_bins = self.policy.bins
-        layout = self.policy.layout
-        least = MIN_FILL * bin_tokens * num_bins
-        num_waiting = 0
-        """Tokens of what waits, common beginnings once."""
-        while places:
+        num_missing = self.trainer.groups_per_step // self.trainer.mini_batches
+        while num_missing:
             if not arrived:
-                num_missing = self.trainer.groups_per_step - len(result.groups) - len(unassigned)
-                arrived += await assembler.take(step, num_missing)
-            groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
+                num_of_step = len(result.groups) + len(unassigned)
+                arrived += await assembler.take(step, self.trainer.groups_per_step - num_of_step)
+            groups = [arrived.popleft() for _ in range(min(num_missing, len(arrived)))]
             if not is_first or self.precompute.is_needed_always:
                 await self._precompute(groups, step)
-            places -= len(groups)
+            num_missing -= len(groups)
             unassigned += groups
-            if places and (self.advantages.scope == "batch" or self.algorithm.needs_statistics):
-                continue  # what each group is trained with depends on those that are still to come
+            if num_missing and needs_all:
+                continue
             self._assign(unassigned)
             result.groups += unassigned
             samples = [sample for group in unassigned for sample in group.samples]
             unassigned = []
-            waiting += samples
-            # More groups are on their way: a micro-batch that is not half full waits for them.
-            if places:
-                num_waiting += PrefixOrder(samples, layout).num_tokens
-                if num_waiting < least and fit_together(waiting, bin_tokens, num_bins, layout):
-                    continue
-            batches = form_micro_batches(waiting, bin_tokens, num_bins, layout, is_at_start=is_first)
-            waiting = []
-            num_waiting = 0
-            if places and batches:
-                num_tokens = PrefixOrder(batches[-1].samples, layout).num_tokens
-                if num_tokens < least:
-                    waiting = list(batches.pop().samples)
-                    num_waiting = num_tokens
+            batches = waiting.take_full(samples) if num_missing else waiting.take_last(samples)
             await self._accumulate(batches, mini)
 
     def _assign(self, groups: Sequence[Group]) -> None:
@@ -342,6 +323,8 @@ class StepRunner:
             waiting = waiting[num_computed:]
 
     async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
+        if not batches:
+            return
         with self.activity.during("train"):
             for batch in batches:
                 if self.stopping.is_set():

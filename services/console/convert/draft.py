@@ -147,50 +147,63 @@ class Draft:
         return str(value) in wanted.split("|") if has_value else bool(value)
 
     def _copy(self, row: OptionRow) -> None:
+        """Carry over the option of one row."""
         names = [*row.options, *([row.fallback] if row.fallback else ())]
         # The first that was given; where none was, the last has the project's default.
         option = next((name for name in names if name in self.options), names[-1])
-        value = self.options.get(option, row.default)
-        if row.by == "list" and option in self.options:
-            value = [self.take(name) for name in row.options]
-        elif row.by == "updates" and value and value > 0:
-            value = self.steps_of(option, value)
-        elif row.by in ("range", "distance"):
-            # "0.5_2.0" has mode "mask", bounds 0.5 and 2.0; "2.0" has mode "truncate", bounds 0.0 and 2.0.
-            low, is_range, high = str(value).partition("_")
-            mode = "mask" if is_range else "truncate"
-            lower = float(low) if is_range else 0.0
-            upper = float(high or low)
-            of_range = dict(zip(row.targets, (mode, lower, upper), strict=False))
-            value = of_range if row.by == "range" else max(upper - 1.0, 0.0)
-        elif row.by == "run_name":
-            value = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value or "")).strip("._-")[:100] or None
-        elif row.by == "loggers":
-            value = self._loggers(option, [value] if isinstance(value, str) else value or ())
-        elif row.at_most is not None:
-            value = min(value, row.at_most)
-        # True is not 1: a bool is found by a bool only.
-        keys = [
-            key for key in row.values if key == value and isinstance(key, bool) == isinstance(value, bool)
-        ]
-        ours = row.values[keys[0]] if keys else value
-        if row.values and not keys and row.otherwise is not None and value is not None:
-            ours = row.otherwise
-            words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
-            self.say("lost", option, f"no {value} here: {words}")
+        value = self._converted(row, option)
+        ours = self._translated(row, option, value)
         # A map is several fields, unless it was copied as it is: then it is the value of one field.
-        is_several = isinstance(ours, dict) and bool(row.values or row.by == "range")
-        fields = ours if is_several else {row.targets[0]: ours}
-        new = {name: field_value for name, field_value in fields.items() if name not in self.fields}
-        # Fields that are set stay. If all are, and not to these values, the option does not count as used.
-        if new or all(self.fields[name] == field_value for name, field_value in fields.items()):
-            self.used.update(row.options)
-        for name, field_value in new.items():
-            if field_value is not None or is_several:
-                self.put(name, field_value, option, "" if row.values else row.note)
+        if isinstance(ours, dict) and (row.values or row.by == "range"):
+            self._fill(row, option, ours, writes_null=True)
+        else:
+            self._fill(row, option, {row.targets[0]: ours}, writes_null=False)
         for verdict, texts in (("approximated", row.nearly), ("automatic", row.fine)):
             if any(key == value for key in texts):
                 self.say(verdict, option, texts[value])  # type: ignore[arg-type]
+
+    def _converted(self, row: OptionRow, option: str) -> Any:
+        """The value of an option in our unit or form, as `OptionRow.by` and `at_most` say."""
+        value = self.options.get(option, row.default)
+        if row.by == "list" and option in self.options:
+            return [self.take(name) for name in row.options]
+        if row.by == "updates" and value and value > 0:
+            return self.steps_of(option, value)
+        if row.by == "range":
+            mode, lower, upper = _ratio_bounds(value)
+            # Not strict: a row may have no field for the last.
+            return dict(zip(row.targets, (mode, lower, upper), strict=False))
+        if row.by == "distance":
+            _, _, upper = _ratio_bounds(value)
+            return max(upper - 1.0, 0.0)
+        if row.by == "run_name":
+            return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value or "")).strip("._-")[:100] or None
+        if row.by == "loggers":
+            return self._loggers(option, [value] if isinstance(value, str) else value or ())
+        return value if row.at_most is None else min(value, row.at_most)
+
+    def _translated(self, row: OptionRow, option: str, value: Any) -> Any:
+        """What `OptionRow.values` has for a value; what it lacks is lost with `otherwise`, else stays."""
+        for key, ours in row.values.items():
+            # True is not 1: a bool is found by a bool only.
+            if key == value and isinstance(key, bool) == isinstance(value, bool):
+                return ours
+        if not row.values or row.otherwise is None or value is None:
+            return value
+        ours = row.otherwise
+        words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
+        self.say("lost", option, f"no {value} here: {words}")
+        return ours
+
+    def _fill(self, row: OptionRow, option: str, fields: Mapping[str, Any], writes_null: bool) -> None:
+        """Set the fields of an option that are not set yet. If all are set, and not to these values, the
+        option does not count as used."""
+        new = {name: value for name, value in fields.items() if name not in self.fields}
+        if new or all(self.fields[name] == value for name, value in fields.items()):
+            self.used.update(row.options)
+        for name, value in new.items():
+            if value is not None or writes_null:
+                self.put(name, value, option, "" if row.values else row.note)
 
     def _loggers(self, option: str, names: Any) -> list[str] | None:
         """Those of the given trackers that Tidemill has."""
@@ -264,6 +277,15 @@ class Draft:
                 yield from _comment(comment, f"{indent}# ", f"{indent}# ")
                 comment = ""
             yield f"{line}  # {comment}" if comment else line
+
+
+def _ratio_bounds(value: Any) -> tuple[str, float, float]:
+    """Mode, lower and upper bound of a ratio: "0.5_2.0" is ("mask", 0.5, 2.0), "2.0" is ("truncate", 0.0,
+    2.0)."""
+    low, is_range, high = str(value).partition("_")
+    if is_range:
+        return "mask", float(low), float(high or low)
+    return "truncate", 0.0, float(low)
 
 
 def _comment(text: str, first: str, later: str) -> list[str]:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
@@ -32,8 +32,10 @@ from tidemill.common.wire.messages import (
     is_demonstration,
 )
 from tidemill.services.trainer.batch.curriculum import Curriculum
-from tidemill.services.trainer.batch.demonstrations import Demonstration
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.batch.demonstrations import Demonstration
 
 
 class Mixture:
@@ -157,8 +159,7 @@ class BatchPlaces:
     def trajectory(self, ticket: int) -> Trajectory:
         number = ticket - FIRST_DEMONSTRATION
         source, position = self._mixture.place_at(number)
-        demonstration = self.sources[source].prompt_at(position)
-        assert isinstance(demonstration, Demonstration)
+        demonstration = cast("Demonstration", self.sources[source].prompt_at(position))
         step = number // self._size
         return demonstration.trajectory(ticket, step, max(0, step - self._max_staleness))
 

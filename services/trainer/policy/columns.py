@@ -10,6 +10,7 @@ Shape legend: C ranks of the group, T columns of the tile, W columns of a rank, 
 this rank's columns, H heads, D size of one.
 """
 
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
+
+from tidemill.services.trainer.policy.tile import Tile
+from tidemill.services.trainer.policy.trees import TREE, Tree
 
 
 class ContextGroup:
@@ -80,3 +84,23 @@ class Columns:
         values_N = torch.empty_like(by_rank_N)
         values_N[self._order_N] = by_rank_N
         return values_N.index_copy(0, self.own_n.to(values_n.device), values_n)
+
+
+def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
+    """This rank's columns of a tree's tile."""
+    columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
+    tree: Tree = tile.model_kwargs[TREE]
+    tree.columns = columns  # for attention
+    routes = tile.routes
+    if routes is not None:
+        routes = columns.cut(routes.flatten(1).T, filler=-1).T.unflatten(1, routes.shape[1:])
+    return replace(
+        tile,
+        ids_BT=columns.cut(tile.ids_BT),
+        sources_N=tile.sources_N[columns.own_n] - columns.own_columns.start,
+        targets_N=tile.targets_N[columns.own_n],
+        model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
+        columns=columns,
+        kept=tile.kept and tile.kept.take(columns.own_n.numpy()),
+        routes=routes,
+    )

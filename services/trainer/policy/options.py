@@ -230,7 +230,7 @@ IsWanted = Callable[[OptionSettings, PreTrainedModel], bool]
 
 
 class OptionRow(NamedTuple):
-    place: str
+    implementation: str
     """The file beside this one, and the class in it."""
     is_wanted: IsWanted
     """Whether a run has it."""
@@ -301,7 +301,7 @@ def load_options(settings: OptionSettings, model: PreTrainedModel) -> list[Polic
     options = []
     for row in OPTIONS.values():
         if row.is_wanted(settings, model):
-            file, _, name = row.place.partition(":")
+            file, _, name = row.implementation.partition(":")
             kind = getattr(importlib.import_module(f"{__package__}.{file}"), name)
             options.append(kind(settings, model))
     return options

@@ -16,14 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 import structlog
 import torch
 from torch import Tensor
 
 from tidemill.common.process.activity import Activity
-from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
 from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
@@ -35,6 +34,9 @@ from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.store import WeightState
+
+if TYPE_CHECKING:
+    from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,10 @@ class PolicyThread:
         """The policy, which leaves the GPU when another process wants it; None until it is loaded."""
 
     @asynccontextmanager
-    async def taking_turns(self, lock: GpuLock, activity: Activity) -> AsyncIterator[None]:
+    async def taking_turns(self, lock: "GpuLock", activity: Activity) -> AsyncIterator[None]:
         """Within the block calls wait for the GPU."""
+        from tidemill.common.process.gpu_sharing import GpuGate
+
         # `inf`: others wait until the step is over, however long it takes.
         self._gate = GpuGate(lock, self._enter, self._exit, math.inf)
         self._activity = activity

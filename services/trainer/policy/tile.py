@@ -7,8 +7,8 @@ Shape legend: B rows, T columns, N scored tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ from tidemill.services.trainer.groups.trie import (
     with_pictures,
     with_routes,
 )
-from tidemill.services.trainer.policy.columns import Columns, ContextGroup
 from tidemill.services.trainer.policy.trees import TREE, Tree
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.columns import Columns
 
 NOT_MADE = torch.empty(0, dtype=torch.long)
 """In place of tensors of a tile that is only planned."""
@@ -110,7 +112,7 @@ class Tile:
     computed: ComputedInputs | None = None
     places: Sequence[Indices] = ()
     """For each row, the flattened positions of its tokens, [L]; rows of a tree share some."""
-    columns: Columns | None = None
+    columns: "Columns | None" = None
     kept: Rows | None = None
     """[N], the ids that each scored token was sampled from; a position may predict several tokens, each with
     ids of its own."""
@@ -166,26 +168,6 @@ def lay_out(tile: Tile) -> Tile:
     if tile.layout == "varlen":
         return _varlen(tile)
     return _single_branch(tile) if len(tile.rows) == 1 else _tree(tile)
-
-
-def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
-    """This rank's columns of a tree's tile."""
-    columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
-    tree: Tree = tile.model_kwargs[TREE]
-    tree.columns = columns  # for attention
-    routes = tile.routes
-    if routes is not None:
-        routes = columns.cut(routes.flatten(1).T, filler=-1).T.unflatten(1, routes.shape[1:])
-    return replace(
-        tile,
-        ids_BT=columns.cut(tile.ids_BT),
-        sources_N=tile.sources_N[columns.own_n] - columns.own_columns.start,
-        targets_N=tile.targets_N[columns.own_n],
-        model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
-        columns=columns,
-        kept=tile.kept and tile.kept.take(columns.own_n.numpy()),
-        routes=routes,
-    )
 
 
 def _varlen(tile: Tile) -> Tile:

@@ -1,9 +1,11 @@
 """The policy of real runs: a Hugging Face causal language model with AdamW.
 
-What is trained, all weights or LoRA adapters, and its optimizer are float32; the forward pass runs in the
-configured dtype. Guarantees, on the same hardware and number of threads: replaying micro-batches from a
-checkpoint gives the same bytes, and `digest` shows it (on GPUs with `trainer.deterministic`). Memory of a
-forward pass is bounded by tiles, whatever the size of the micro-batch.
+What is trained and its optimizer are float32; the forward pass runs in the configured dtype. What a run may
+have beside the model are options, whose hooks are called here (`options.py`).
+
+Guarantees, on the same hardware and number of threads: replaying micro-batches from a checkpoint gives the
+same bytes, and `digest` shows it (on GPUs with `trainer.deterministic`). Memory of a forward pass is bounded
+by tiles, whatever the size of the micro-batch.
 """
 
 import math

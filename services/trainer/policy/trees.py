@@ -14,7 +14,7 @@ Shape legend: T tokens of a tile, n runs of a bucket, Q and K their queries and 
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tidemill.services.trainer.groups.trie import Indices, Node, Trie
-from tidemill.services.trainer.policy.columns import Columns
 from tidemill.services.trainer.policy.precision import autocast_dtype
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.columns import Columns
 
 TREE = "tree"
 """The name under which attention gets a tile's `Tree`."""

@@ -30,6 +30,7 @@ from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
+from tidemill.services.trainer.policy.columns import cut_tile
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
@@ -38,7 +39,7 @@ from tidemill.services.trainer.policy.model_loading import open_model, prepare_t
 from tidemill.services.trainer.policy.options import PolicyOption
 from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import PolicyState, Shard
-from tidemill.services.trainer.policy.tile import NOTHING, Tile, cut_tile
+from tidemill.services.trainer.policy.tile import NOTHING, Tile
 from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_settings
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
