@@ -40,9 +40,6 @@ SEEN_BY_USERS = {
 }
 """Fields whose names are settings or keys of JSON, and stay."""
 NOT_YET_PLAIN = (
-    "services/reward/functions",
-    "services/reward/outcome.py",
-    "services/reward/worker.py",
     "tests/integration",
     "tests/simulation",
     "tests/unit",

@@ -100,12 +100,12 @@ def truth_error(message: str, kind: str = "") -> AttemptError:
 class RewardOutcome:
     """Value of a reward for one sample, with the numbers and notes that came with it.
 
-    An attempt, a reward after its attempts, and the sum of all rewards have this one form. Only `ok` may have
-    a value; `ok` without one means that the reward does not apply to the sample, which is no failure.
+    An attempt, a reward after its attempts, and the sum of all rewards have this one form, and with `to_wire`
+    one form in the reply of a function's process, in the cache and in results of groups. Only `ok` may have a
+    value; `ok` without one means that the reward does not apply to the sample, which is no failure.
 
-    Example: a function that returns {"score": 0.8, "format": 1.0, "note": "rounded"} gives `value` 0.8,
-    `components` {"format": 1.0}, `detail` {"note": "rounded"}. One that takes too long gives no value, and
-    `status` and `kind` are "timeout".
+    Example: `value` 0.5, `components` {"exact": 1.0, "format": 0.0}, `detail` {"verdict": "half right"}. One
+    that failed: `status` timeout, `error` "no result within 30 s", `kind` "timeout", no value.
     """
 
     value: float | None = None
@@ -123,9 +123,13 @@ class RewardOutcome:
     """For a sum that failed: the strictest policy among the failed rewards; empty: the section's policy."""
     is_code_error: bool = False
     """Whether it failed because the user's own code, or a ground truth, is wrong."""
+    is_final: bool = False
+    """For an attempt that failed, as the next two: whether a retry cannot help."""
+    retry_after_s: float = 0.0
+    may_be_machines: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.status) is str:  # plain text when it was read from Redis
+        if type(self.status) is str:  # plain text when it was received
             self.status = ScoreStatus(self.status)
 
     @property
@@ -141,7 +145,44 @@ class RewardOutcome:
             kind=error.kind,
             tries=error.tries,
             is_code_error=error.is_code_error,
+            is_final=error.is_final,
+            retry_after_s=error.retry_after_s,
+            may_be_machines=error.may_be_machines,
         )
+
+    def to_error(self) -> AttemptError:
+        """What `failed` was made of, without its tries."""
+        return AttemptError(
+            self.error,
+            is_timeout=self.status is ScoreStatus.TIMEOUT,
+            is_final=self.is_final,
+            kind=self.kind,
+            retry_after_s=self.retry_after_s,
+            is_code_error=self.is_code_error,
+            may_be_machines=self.may_be_machines,
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that do not have their default, as plain values.
+
+        Example: `{"value": 0.5, "components": {"exact": 1.0}}`.
+        """
+        tree: dict[str, Any] = {}
+        for name, default in _DEFAULTS:
+            value = getattr(self, name)
+            if value != default:
+                tree[name] = value
+        return tree
+
+    @classmethod
+    def from_wire(cls, tree: dict[str, Any]) -> "RewardOutcome":
+        return cls(**tree)
+
+
+_DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
+    (name, getattr(RewardOutcome(), name)) for name in RewardOutcome.__slots__
+)
+"""Fields of an outcome and their defaults."""
 
 
 OnEnd = Callable[[RewardOutcome | None], None]
@@ -253,6 +294,9 @@ def interpret(returned: Any, where: str = "") -> RewardOutcome:
     Raises:
         AttemptError: there is no finite number where the reward should be. It is never read as 0.
     """
+    # First what nearly all functions return.
+    if type(returned) is float and math.isfinite(returned):
+        return RewardOutcome(returned)
     if isinstance(returned, tuple) and returned:
         _, notes = _sort_out({"notes": returned[1:]})
         return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail=notes)
@@ -271,7 +315,8 @@ def interpret_batch(returned: Any, count: int) -> list[RewardOutcome]:
     Raises:
         AttemptError: it is no list of that length, or there is no finite number in one of its elements.
     """
-    return [interpret(one, f"element {index}: ") for index, one in enumerate(_elements(returned, count))]
+    elements = _elements(returned, count)
+    return [interpret(element, f"element {index}: ") for index, element in enumerate(elements)]
 
 
 def interpret_list(
@@ -319,9 +364,13 @@ def _named(error: BaseException, depth: int) -> str:
         text = " ".join(str(error).split())
     except BaseException:  # its `__str__` may be users' code
         text = "its text cannot be read"
-    parts = list(error.exceptions)[:MAX_DEPTH] if isinstance(error, BaseExceptionGroup) and depth else []
-    inside = f": {'; '.join(_named(part, depth - 1) for part in parts)}" if parts else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{inside}"
+    named = type(error).__name__
+    if text:
+        named += f": {text}"
+    if isinstance(error, BaseExceptionGroup) and depth:
+        members = [_named(member, depth - 1) for member in error.exceptions[:MAX_DEPTH]]
+        named += f": {'; '.join(members)}"
+    return named
 
 
 def _finite(returned: Any, verb: str) -> float:

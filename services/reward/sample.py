@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -137,14 +137,11 @@ class RewardSample:
     @classmethod
     def from_wire(cls, tree: dict[str, Any], lane: Lane) -> "RewardSample":
         """The sample in a scoring process. Its `trajectory` is a `ReceivedTrajectory`."""
-        ids = memoryview(tree.pop("ids")).cast("i")
-        session = tree.pop("session", None)
-        rewards = session.pop("turn_rewards") if session is not None else ()
-        segment = ReceivedSegment(ids, [ReceivedTurn(reward) for reward in rewards])
-        received = ReceivedTrajectory(
-            segments=(segment,), session=ReceivedSession(**session) if session is not None else None, **tree
-        )
-        return cls(cast(Trajectory, received), lane)
+        session = tree.get("session")
+        if session is not None:
+            tree["session"] = ReceivedSession(**session)
+        received: Any = ReceivedTrajectory(**tree)
+        return cls(received, lane)
 
     def fields(self) -> dict[str, Any]:
         """The arguments of `compute_score`, by name; `extra_info` is a new dict.
@@ -206,19 +203,24 @@ class ReceivedSession:
     messages: list[dict[str, Any]]
     reward: float | None
     metrics: dict[str, float]
+    turn_rewards: list[float | None]
+    """Of the turns of all segments."""
 
 
 @dataclass(slots=True)
 class ReceivedTrajectory:
-    """The fields of a `Trajectory` that functions are given, under the same names. Its only segment is the
-    last one, with the turns of all."""
+    """The fields of a `Trajectory` that functions are given, under the same names.
+
+    Example: `ticket` 7, `index` 1, `step` 2, `text` "#### 4", `ids` the 4 bytes of one token; no `session`.
+    """
 
     ticket: int
     index: int
     step: int
     text: str
-    segments: tuple[ReceivedSegment]
-    session: ReceivedSession | None
+    ids: bytes
+    """[T] int32: the ids of the last segment's completion."""
+    session: ReceivedSession | None = None
     data_source: str = ""
     ground_truth: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -229,6 +231,13 @@ class ReceivedTrajectory:
     @property
     def key(self) -> TrajectoryKey:
         return self.ticket, self.index
+
+    @property
+    def segments(self) -> tuple[ReceivedSegment]:
+        """The last segment, with the turns of all. Made when it is asked for: most functions read text."""
+        turn_rewards = self.session.turn_rewards if self.session is not None else []
+        turns = [ReceivedTurn(reward) for reward in turn_rewards]
+        return (ReceivedSegment(memoryview(self.ids).cast("i"), turns),)
 
 
 def lines_of(messages: ChatMessages, between: str = "\n") -> str:

@@ -137,7 +137,8 @@ class WorkerMetrics:
         rate = (num_scored - self._num_rated) / max(now - self._rated_at, 1e-3)
         self._rated_at = now
         self._num_rated = num_scored
-        parallel = [count for execution in self._executions if (count := execution.parallel) is not None]
+        at_once = [execution.parallel for execution in self._executions]
+        parallel = [count for count in at_once if count is not None]
         notes = [note for execution in self._executions for note in execution.notes]
         beat.counts.update(
             in_flight=self._in_flight.total(),
@@ -189,10 +190,10 @@ MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
 """How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
-AHEAD_SHARE = 0.15
+AHEAD_SHARE = 0.33
 """Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
 function begins one the moment another ends, which needs no wake-up of the worker."""
-AHEAD_S = 0.08
+AHEAD_S = 0.2
 """Time in which these must begin at the pace of the last scores. A worker whose rewards take long holds none,
 as other workers may begin them earlier."""
 PACE_SHARE = 0.1

@@ -64,9 +64,9 @@ BLOCKED_S = 0.5
 MOST_THREADS = 256
 READ_BYTES = 1 << 18
 UNRESTRICTED = 1 << 30
-GATHER_SHARE = 0.1
+GATHER_SHARE = 0.25
 """How long an answer waits for others, as a share of the time that its call took."""
-LONGEST_GATHER_S = 0.05
+LONGEST_GATHER_S = 0.15
 EARLIEST_SHARE = 0.75
 """Share of that time after which a wake-up for something else takes the answers along."""
 MOST_ENDED = 256
@@ -125,8 +125,8 @@ def main(descriptor: int, parent: int) -> None:
 def _loaded(spec: dict[str, Any]) -> Callee:
     """The result of the function that `maker` in `spec` names, called with the rest of `spec`."""
     module, _, name = spec.pop("maker").partition(":")
-    made: Callee = getattr(importlib.import_module(module), name)(**spec)
-    return made
+    function: Callee = getattr(importlib.import_module(module), name)(**spec)
+    return function
 
 
 def _read_for_ever(frames: BinaryIO, calls: "ThreadCalls") -> None:
@@ -195,11 +195,13 @@ def _thread_times(native_id: int) -> tuple[float, float]:
 
 class ThreadCalls:
     def __init__(self, function: Callee, send: Send) -> None:
-        self._function, self._send = function, send
+        self._function = function
+        self._send = send
         self._for_main: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_main_busy = False
         self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
-        self._active_at = self._since = time.monotonic()
+        self._active_at = time.monotonic()
+        self._since = self._active_at
         self._computed_s = _computing_s()
         self._running: dict[int, RunningCall] = {}
 
@@ -207,7 +209,8 @@ class ThreadCalls:
         """Start a call. A thread cannot be stopped: cancelled calls end with the process."""
         now = time.monotonic()
         if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
-            self._since, self._computed_s = now, _computing_s()
+            self._since = now
+            self._computed_s = _computing_s()
         if self._is_main_busy:
             try:
                 self._others.submit(self._answer, frame)
@@ -266,13 +269,15 @@ class ThreadCalls:
 
     def _load(self) -> float | None:
         """Mean number of cores that this process kept busy since the last value; None if that is recent."""
-        now = self._active_at = time.monotonic()
+        now = time.monotonic()
+        self._active_at = now
         busy_s = now - self._since
         if busy_s < LEAST_S:
             return None
         computed_s = _computing_s()
         load = (computed_s - self._computed_s) / busy_s
-        self._since, self._computed_s = now, computed_s
+        self._since = now
+        self._computed_s = computed_s
         return load
 
 
@@ -443,7 +448,9 @@ class LoopCalls:
         # has set in it. All tasks that the function creates copy it, and with it the number.
         context = self._context.copy()
         context.run(_current_call.set, number)
-        task = self._loop.create_task(self._run(number, frame["call"]), context=context)
+        # Not by `create_task`, which would look for the number that is known here.
+        task = OwnedTask(self._run(number, frame["call"]), loop=self._loop, context=context)
+        task.owner = number
         now = self._loop.time()
         self._running[number] = LoopCall(task, timeout_s, now, self._lost_s)
         self._set_limit(now + timeout_s, number)
@@ -464,11 +471,11 @@ class LoopCalls:
 
     def _answer(self, number: int, answer: dict[str, Any], ended: LoopCall) -> None:
         """Keep the answer of a call until it is sent: at once, unless the next call has taken its place, and
-        there is one for the place after that, too: the worker sends others once it has this answer."""
+        there are some for the places after that, too: the worker sends others once it has the answers."""
         self._begin_next()
         now = self._loop.time()
         gather_s = 0.0
-        if self._queue:
+        if 2 * len(self._queue) > len(self._answers):
             gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S)
         if not self._answers:
             self._send_from = now + gather_s * EARLIEST_SHARE
@@ -548,11 +555,17 @@ class LoopCalls:
 
 def _where(stack: "traceback.StackSummary") -> str:
     """The user's line that does not return, and what it called."""
-    users = [frame for frame in stack if not any(part in frame.filename for part in OUR_FILES)]
-    calls = (i for i, frame in enumerate(stack) if frame.filename.endswith(CALLER))
-    inside = [frame for frame in stack[next(calls, 0) :] if frame in users] or [stack[-1]]
-    first, last = inside[0], stack[-1]
-    text = f"{first.name} ({Path(first.filename).name}, line {first.lineno})"
-    return (
-        text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
-    )
+    callers = (number for number, frame in enumerate(stack) if frame.filename.endswith(CALLER))
+    inside = stack[next(callers, 0) :]
+    last = stack[-1]
+    first = next((frame for frame in inside if not _is_ours(frame.filename)), last)
+    text = _line_of(first)
+    return text if last is first else f"{text}, in {_line_of(last)}"
+
+
+def _is_ours(file: str) -> bool:
+    return any(text in file for text in OUR_FILES)
+
+
+def _line_of(frame: traceback.FrameSummary) -> str:
+    return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -31,8 +31,8 @@ from tidemill.common.process.programs import Child
 from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Trajectory
-from tidemill.services.reward.functions.request import Callee, LongCall, Request, outcomes_of
+from tidemill.common.wire.messages import ScoreStatus, Trajectory
+from tidemill.services.reward.functions.request import Callee, LongCall, Request, failure_of, outcomes_of
 from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, RewardOutcome
 
 log = structlog.get_logger(__name__)
@@ -40,9 +40,12 @@ log = structlog.get_logger(__name__)
 SAMPLES_PER_PROCESS = 8
 """Samples to hold for each process: enough to keep it busy; more would be missing in idle workers."""
 UNRESTRICTED = 1 << 30
-IDLE, BUSY, FULL = 0.35, 0.6, 0.95
-"""Loads of a process, in cores: below IDLE its calls at once double, below BUSY they grow by one, above FULL
-they shrink by one."""
+IDLE = 0.35
+"""Load of a process, in cores, below which its calls at once double."""
+BUSY = 0.6
+"""Load below which they grow by one."""
+FULL = 0.95
+"""Load above which they shrink by one."""
 SHOWN_S = 60.0
 """How long the heartbeat shows that a loop was blocked."""
 MAX_REMEMBERED_CALLS = 1024
@@ -63,7 +66,8 @@ class Execution:
     ) -> None:
         """`at_once`: most calls of an async function that run at once, if there is a limit; others wait in
         its process."""
-        self._function, self._is_async = function, function.is_async
+        self._function = function
+        self._is_async = function.is_async
         self._least = SAMPLES_PER_PROCESS * num_processes
         self._pools: tuple[ProcessPool, ...] = ()
         if function.is_async or not function.is_cheap:
@@ -138,7 +142,8 @@ class Sizing:
     """How many calls each process of a pool takes at once; all of them run the same function."""
 
     def __init__(self, most: int) -> None:
-        self._most, self.calls = most, 1
+        self._most = most
+        self.calls = 1
 
     def observe(self, load: float | None, is_wanted: bool) -> None:
         """Adapt to the `load` that a call reported as it ended; `is_wanted`: others wait for a place."""
@@ -151,7 +156,8 @@ class Sizing:
 
     def pin(self) -> None:
         """The function works in main threads only: one call at a time from now on."""
-        self._most = self.calls = 1
+        self._most = 1
+        self.calls = 1
 
 
 class Blockage:
@@ -160,12 +166,15 @@ class Blockage:
     def __init__(self, name: str) -> None:
         self.name = name
         self._where = ""
-        self._seen_at, self._num_seen, self._longest_s = float("-inf"), 0, 0.0
+        self._seen_at = float("-inf")
+        self._num_seen = 0
+        self._longest_s = 0.0
 
     def note(self, beat: dict[str, Any]) -> None:
         """Record that a loop is blocked; logged the 1st time, the 2nd, the 4th, and so on."""
         self._longest_s = max(self._longest_s if self.note_text else 0.0, beat["blocked_s"])
-        self._where, self._seen_at = beat["where"], time.monotonic()
+        self._where = beat["where"]
+        self._seen_at = time.monotonic()
         self._num_seen += 1
         if self._num_seen & (self._num_seen - 1) == 0:
             log.warning(
@@ -190,7 +199,8 @@ class ProcessLostError(Exception):
 
     def __init__(self, reason: str, num_suspects: int, is_timeout: bool) -> None:
         super().__init__(reason)
-        self.num_suspects, self.is_timeout = num_suspects, is_timeout
+        self.num_suspects = num_suspects
+        self.is_timeout = is_timeout
 
 
 class MainThreadError(Exception):
@@ -201,13 +211,17 @@ class ProcessPool:
     """Processes with one function. A call that ends, in any way, frees a place."""
 
     def __init__(self, spec: dict[str, Any], size: int, threads: int = 1, is_async: bool = False) -> None:
-        self._spec, self._size, self._is_async = spec, size, is_async
+        self._spec = spec
+        self._size = size
+        self._is_async = is_async
         self._sizing = Sizing(threads)
         self._processes: list[ScoringProcess] = []
         self._apart: ScoringProcess | None = None
         self._taken_apart = 0.0
-        self._line, self._line_apart = asyncio.Lock(), asyncio.Lock()
-        self._freed, self._freed_apart = asyncio.Event(), asyncio.Event()
+        self._line = asyncio.Lock()
+        self._line_apart = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._freed_apart = asyncio.Event()
         self._reapers: set[asyncio.Task[int]] = set()
         self._crashing: OrderedDict[object, None] = OrderedDict()
         """Samples whose call has crashed a process: further attempts run alone, or others would be lost."""
@@ -458,7 +472,8 @@ class ScoringProcess(WorkerProcess):
 
     def __init__(self, is_async: bool, on_blocked: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(Child.SCORING, "the reward function")
-        self._is_async, self._on_blocked = is_async, on_blocked
+        self._is_async = is_async
+        self._on_blocked = on_blocked
         self._limits: dict[int, float] = {}
         """Seconds that each call may take."""
         self._watching: asyncio.Task[None] | None = None
@@ -533,10 +548,14 @@ class ScoringProcess(WorkerProcess):
     def _outcomes_of(self, reply: dict[str, Any]) -> list[RewardOutcome]:
         if reply.get("again"):
             raise MainThreadError
-        self._has_stragglers |= bool(reply.get("is_timeout"))
-        if reply.get("may_be_machines"):
+        failure = failure_of(reply)
+        if failure is None:
+            return outcomes_of(reply)
+        if failure.status is ScoreStatus.TIMEOUT:
+            self._has_stragglers = True
+        if failure.may_be_machines:
             self.is_sound = False  # it may be this process alone: the function leaks descriptors, say
-        return outcomes_of(reply)
+        raise failure.to_error()
 
     @property
     def computes_at(self) -> str:
@@ -563,11 +582,14 @@ class ScoringProcess(WorkerProcess):
         """Fail the calls of a process that has ended; `to_blame` is the call known to have caused it."""
         if self._watching is not None:
             self._watching.cancel()
-        left = {number: answer for number, answer in self.waiting.items() if not answer.done()}
-        for number, answer in left.items():
-            # A call that no caller waits for any more may have caused it as well.
-            suspects = len(left) + self._has_stragglers if to_blame is None else int(number == to_blame)
-            answer.set_exception(ProcessLostError(reason, suspects, is_timeout))
+        unanswered = {number: answer for number, answer in self.waiting.items() if not answer.done()}
+        for number, answer in unanswered.items():
+            if to_blame is not None:
+                num_suspects = int(number == to_blame)
+            else:
+                # A call that no caller waits for any more may have caused it as well.
+                num_suspects = len(unanswered) + self._has_stragglers
+            answer.set_exception(ProcessLostError(reason, num_suspects, is_timeout))
 
     async def start(self, spec: dict[str, Any]) -> None:
         await super().start(spec)

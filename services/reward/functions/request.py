@@ -15,21 +15,20 @@ from tidemill.services.reward.sample import RewardSample
 
 T = TypeVar("T")
 
-FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s", "is_code_error", "may_be_machines")
+LANES = {lane.value: lane for lane in Lane}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One call. With `scores`, the samples of a group are post-processed; without, they are scored.
 
-    Example: to score two samples, `samples` has both, and `given` {"reward_router_address":
-    "127.0.0.1:8301"}. To post-process their scores, `scores` is [1.0, None], and `notes` has the status
-    "timeout" and the error of the second.
+    Example: `samples` the one of ticket 7, index 1, `arguments` {"reward_router_address": "10.0.0.5:80"}. On
+    the wire: `{"lane": "train", "samples": [{"ticket": 7, ...}], "arguments": {...}}`.
     """
 
     samples: list[RewardSample]
     """All of one lane."""
-    given: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments that are known only while the worker runs, such as a router's address."""
     scores: list[float | None] | None = None
     notes: list[dict[str, Any]] | None = None
@@ -41,8 +40,8 @@ class Request:
             "lane": self.samples[0].lane.value,
             "samples": [sample.to_wire() for sample in self.samples],
         }
-        if self.given:
-            tree["given"] = dict(self.given)
+        if self.arguments:
+            tree["arguments"] = dict(self.arguments)
         if self.scores is not None:
             tree["scores"] = self.scores
             tree["notes"] = self.notes
@@ -50,13 +49,16 @@ class Request:
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        lane = Lane(tree.pop("lane"))
+        lane = LANES[tree.pop("lane")]
         samples = [RewardSample.from_wire(sample, lane) for sample in tree.pop("samples")]
         return cls(samples, **tree)
 
 
 class LongCall(NamedTuple):
-    """A call that takes long: in which line of the user's it is, and what it did with its seconds."""
+    """A call that takes long: in which line of the user's it is, and what it did with its seconds.
+
+    Example: `where` "judge (my.py, line 4)", `elapsed_s` 12.0, `ran_s` 0.1, `waited_s` 0.0: it waits.
+    """
 
     where: str
     elapsed_s: float
@@ -113,21 +115,28 @@ def run_through(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def answer_to(function: Callee, call: dict[str, Any]) -> dict[str, Any]:
-    """Run a call that came over the socket. Returns its outcomes, or its failure, as plain values."""
+    """Run a call that came over the socket. Returns its outcomes, or its failure, as plain values.
+
+    Example: `{"outcomes": [{"value": 1.0}]}`, or `{"failure": {"status": "timeout", "error": "no result"}}`.
+    """
     try:
         with users_own():
             outcomes = await function.call(Request.from_wire(call))
-        return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
     except AttemptError as error:
         return failure_to_wire(error)
+    return {"outcomes": [outcome.to_wire() for outcome in outcomes]}
 
 
 def failure_to_wire(error: AttemptError) -> dict[str, Any]:
-    return {"error": str(error)} | {name: getattr(error, name) for name in FAILURE_FIELDS}
+    return {"failure": RewardOutcome.failed(error).to_wire()}
+
+
+def failure_of(answer: dict[str, Any]) -> RewardOutcome | None:
+    """The failed outcome in what `answer_to` or `failure_to_wire` returned, if it is one."""
+    failure = answer.get("failure")
+    return None if failure is None else RewardOutcome.from_wire(failure)
 
 
 def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
-    """Decode what `answer_to` or `failure_to_wire` returned. Raises AttemptError: it is a failure."""
-    if "error" in answer:
-        raise AttemptError(answer["error"], **{name: answer[name] for name in FAILURE_FIELDS})
-    return [RewardOutcome(*parts) for parts in answer["outcomes"]]
+    """The outcomes in what `answer_to` returned."""
+    return [RewardOutcome.from_wire(tree) for tree in answer["outcomes"]]

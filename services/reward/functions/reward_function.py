@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.data.dataset import PROMPT
@@ -107,17 +107,19 @@ class RewardFunction(Callee):
             if self.how.style in (Style.TRL, Style.VERL_BATCH):
                 return await self._call_with_lists(request)
             kwargs = {} if self.is_made else self.kwargs
-            group_arguments = self._given(request)
+            further = self._further_arguments(request)
             returned = []
             for sample in request.samples:
                 if self.how.style is Style.VERIFIERS:
                     arguments = rubric_arguments(self.how, sample, kwargs)
                 else:
-                    arguments = verl_arguments(self.how, sample, group_arguments, kwargs)
+                    arguments = verl_arguments(self.how, sample, further, kwargs)
                 value = self.function(**arguments)
                 returned.append(await value if self.is_async else value)
-            with returned_by(self.function):
+            try:
                 return [interpret(value) for value in returned]
+            except AttemptError as error:
+                raise returned_error(self.function, error) from None
 
     async def _call_with_lists(self, request: Request) -> list[RewardOutcome]:
         """Call a function once for all samples."""
@@ -130,34 +132,37 @@ class RewardFunction(Callee):
             arguments = batch_arguments(self.how, request.samples, kwargs)
         value = self.function(**arguments)
         returned = await value if self.is_async else value
-        with returned_by(self.function):
+        try:
             if self.how.style is Style.TRL:
                 return interpret_list(returned, num_samples, log.metrics, log.extra)
             return interpret_batch(returned, num_samples)
+        except AttemptError as error:
+            raise returned_error(self.function, error) from None
 
-    def _given(self, request: Request) -> Kwargs:
+    def _further_arguments(self, request: Request) -> Kwargs:
+        """The router's address and the tokenizer, where they are configured."""
         if not self.tokenizer:
-            return request.given
+            return request.arguments
         if not self.tokenizers:
             from transformers import AutoTokenizer
 
             self.tokenizers.append(AutoTokenizer.from_pretrained(self.tokenizer))
-        return {**request.given, TOKENIZER: self.tokenizers[0]}
+        return {**request.arguments, TOKENIZER: self.tokenizers[0]}
 
     async def _post_processed(self, scores: list[float | None]) -> list[RewardOutcome]:
         """A group's scores after the class's `post_process`, which may replace None, a failure, by a value.
 
         If it raises TypeError because of None, it gets the other scores alone, and failures stay failures.
         """
-        known = [score for score in scores if score is not None]
-        if not known:
+        values = [score for score in scores if score is not None]
+        if not values:
             return [RewardOutcome(None) for _ in scores]
         try:
             return interpret_list(await self._answer(list(scores)), len(scores))
         except TypeError:
-            if len(known) == len(scores):
+            if len(values) == len(scores):
                 raise
-        new = iter(interpret_list(await self._answer(list(known)), len(known)))
+        new = iter(interpret_list(await self._answer(list(values)), len(values)))
         return [RewardOutcome(None) if score is None else next(new) for score in scores]
 
     async def _answer(self, scores: list[Any]) -> Any:
@@ -172,31 +177,19 @@ class RewardFunction(Callee):
         return self.post_process(scores)
 
 
-class returned_by:  # a context manager, named like a function
-    """What the block says about a function's result is the function's error: add where it is defined."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, AttemptError):
-            where = defined_at(self._function)
-            problem = f"{error} ({where})" if where else str(error)
-            raise AttemptError(problem, is_code_error=True) from None
+def returned_error(function: Callable[..., Any], error: AttemptError) -> AttemptError:
+    """What an error says about a function's result is the function's error: add where it is defined."""
+    where = defined_at(function)
+    problem = f"{error} ({where})" if where else str(error)
+    return AttemptError(problem, is_code_error=True)
 
 
 def verl_arguments(
-    how: CallConvention, sample: RewardSample, given: Kwargs, kwargs: Kwargs
+    how: CallConvention, sample: RewardSample, further: Kwargs, kwargs: Kwargs
 ) -> dict[str, Any]:
     """`data_source`, `solution_str`, `ground_truth` and `extra_info`, as far as the function takes them.
 
-    Router and tokenizer are passed where they are configured. A function that requires the tokenizer gets
+    `further` has router and tokenizer, where they are configured. A function that requires the tokenizer gets
     None if none is configured, as in verl.
     """
     offered = sample.fields()
@@ -206,8 +199,9 @@ def verl_arguments(
     if "is_evaluation" in how.names:
         arguments["is_evaluation"] = sample.is_evaluation
     for name in (ROUTER, TOKENIZER):
-        if (name in given and how.takes(name)) or name in how.required:
-            arguments[name] = given.get(name)
+        is_passed = name in further and how.takes(name)
+        if is_passed or name in how.required:
+            arguments[name] = further.get(name)
     arguments.update(kwargs)
     return arguments
 
@@ -215,7 +209,10 @@ def verl_arguments(
 def batch_arguments(how: CallConvention, samples: Sequence[RewardSample], kwargs: Kwargs) -> dict[str, Any]:
     """Lists with one element for each sample, as verl's batch manager passes them."""
     rows = [sample.fields() for sample in samples]
-    offered = {name: [row[name.removesuffix("s")] for row in rows] for name in BATCH_ARGUMENTS}
+    offered = {}
+    for name in BATCH_ARGUMENTS:
+        of_sample = name.removesuffix("s")
+        offered[name] = [row[of_sample] for row in rows]
     return how.taken(offered) | dict(kwargs)
 
 
@@ -249,7 +246,10 @@ def trl_arguments(
     """
     columns = [_columns(sample) for sample in samples]
     names = dict.fromkeys(name for row in columns for name in row)
-    offered: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names} | {
+    offered: dict[str, Any] = {}
+    for name in names:
+        offered[name] = [row.get(name) for row in columns]
+    offered |= {
         "prompts": [sample.messages or sample.prompt for sample in samples],
         "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(map(int, sample.last.completion_ids)) for sample in samples],
@@ -291,6 +291,9 @@ class GroupFunction(Callee):
     `scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict
     for each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `score`,
     `status`, `error` and `components`. The returned list has a number for each sample, or None for no reward.
+
+    Example: `name` "my.py:centred", `takes_samples` False; for the scores [1.0, None, 0.0] it returns
+    [0.5, None, -0.5].
     """
 
     name: str
@@ -315,8 +318,10 @@ class GroupFunction(Callee):
         with users_own():
             returned = self.function(**arguments)
             values = await returned if self.is_async else returned
-            with returned_by(self.function):
+            try:
                 return interpret_list(values, len(request.samples))
+            except AttemptError as error:
+                raise returned_error(self.function, error) from None
 
 
 def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
@@ -332,9 +337,11 @@ def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
     signature = signature_of(function, reference)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     takes_samples = takes_any or "samples" in signature.parameters
-    given = {"scores": None, **kwargs} | ({"samples": None} if takes_samples else {})
+    passed = {"scores": None, **kwargs}
+    if takes_samples:
+        passed["samples"] = None
     try:
-        signature.bind(**given)
+        signature.bind(**passed)
     except TypeError as error:
         raise ConfigError(
             f"reward.group {reference} takes ({', '.join(signature.parameters)}): {error}; expected "
@@ -361,24 +368,26 @@ def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer
                 )
         how = recognise(builtin.function, kwargs, reference)
         return RewardFunction(reference, builtin.function, how, kwargs, builtin.is_cheap)
-    found = import_function(reference, "reward.function", tuple(BUILTINS))
-    # A function whose annotation says that it returns a Callable is a factory, as in TRL.
-    is_made = inspect.isclass(found) or (
-        style != "class" and "Callable" in str(signature_of(found, reference).return_annotation)
-    )
-    if is_made:
-        found = _made(found, reference, kwargs)
-    method = getattr(found, "compute_score", None)
+    imported = import_function(reference, "reward.function", tuple(BUILTINS))
+    is_made = inspect.isclass(imported) or (style != "class" and _is_factory(imported, reference))
+    function = _make(imported, reference, kwargs) if is_made else imported
+    method = getattr(function, "compute_score", None)
     if style == "class" and not callable(method):
         raise ConfigError(f"reward.function {reference} has no compute_score, which style: class needs")
     if callable(method) and (style == "class" or is_made):
         how = replace(recognise(method, {}, f"{reference}.compute_score", "verl"), style=Style.CLASS)
-        post_process = getattr(found, "post_process_scores", None)
+        post_process = getattr(function, "post_process_scores", None)
         return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
-    if not callable(found):
-        raise ConfigError(f"reward.function {reference} made {type(found).__name__}, which cannot be called")
-    how = recognise(found, {} if is_made else kwargs, reference, style)
-    return RewardFunction(reference, found, how, kwargs, tokenizer=tokenizer, is_made=is_made)
+    if not callable(function):
+        made_type = type(function).__name__
+        raise ConfigError(f"reward.function {reference} made {made_type}, which cannot be called")
+    how = recognise(function, {} if is_made else kwargs, reference, style)
+    return RewardFunction(reference, function, how, kwargs, tokenizer=tokenizer, is_made=is_made)
+
+
+def _is_factory(function: Callable[..., Any], reference: str) -> bool:
+    """Whether its annotation says that it returns a Callable, as those of TRL's factories."""
+    return "Callable" in str(signature_of(function, reference).return_annotation)
 
 
 def import_function(reference: str, field_name: str, builtins: Sequence[str] = ()) -> Callable[..., Any]:
@@ -401,15 +410,15 @@ def import_function(reference: str, field_name: str, builtins: Sequence[str] = (
             f"{field_name} {reference!r} {problem}; expected {named}path/to/file.py:name, or "
             "package.module:name"
         )
-    found: Any = load_users(field_name, reference)
-    if not callable(found):
+    function: Any = load_users(field_name, reference)
+    if not callable(function):
         raise ConfigError(
-            f"{field_name} {reference}: {name} is a value of type {type(found).__name__}, not a function"
+            f"{field_name} {reference}: {name} is a value of type {type(function).__name__}, not a function"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
-def _made(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
+def _make(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
     """The object that a class or a factory makes of `kwargs`, once in each process."""
     if inspect.isclass(maker):
         _check_class(maker, reference)
@@ -424,11 +433,11 @@ def _made(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
         raise ConfigError(f"reward.function {reference}: making its object failed: {error}") from None
 
 
-def _check_class(found: type, reference: str) -> None:
-    has_method = callable(getattr(found, "compute_score", None))
-    calls = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+def _check_class(made_of: type, reference: str) -> None:
+    has_method = callable(getattr(made_of, "compute_score", None))
+    calls = next((vars(base)["__call__"] for base in made_of.__mro__ if "__call__" in vars(base)), None)
     takes_tensors = calls is not None and "data" in signature_of(calls, reference).parameters
-    if not has_method and (hasattr(found, "run_single") or takes_tensors):
+    if not has_method and (hasattr(made_of, "run_single") or takes_tensors):
         raise ConfigError(
             f"reward.function {reference} is a reward manager, as verl registers them: it takes batches of "
             "tensors, which no reward sees here. Name the function that it calls (path.py:compute_score), or "

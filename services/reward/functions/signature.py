@@ -26,7 +26,8 @@ SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info",
 SOLUTION_NAMES = ("solution_str", "predict_str", "model_output")
 """Names of the completion in verl's own functions."""
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-ROUTER, TOKENIZER = "reward_router_address", "reward_model_tokenizer"
+ROUTER = "reward_router_address"
+TOKENIZER = "reward_model_tokenizer"
 TRL_LISTS = ("completions", "completion_ids", "prompts")
 TRL_ARGUMENTS = (*TRL_LISTS, "trainer_state", "log_extra", "log_metric")
 RUBRIC_ARGUMENTS = ("prompt", "completion", "answer", "info", "task", "state")
@@ -87,7 +88,9 @@ class CallConvention:
 
     def taken(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """The offered arguments that the function takes."""
-        return {name: value for name, value in offered.items() if self.takes(name)}
+        if self.takes_any:
+            return dict(offered)
+        return {name: value for name, value in offered.items() if name in self.names}
 
 
 def recognise(

@@ -113,7 +113,7 @@ class Verdict(Callee):
         judged = request.samples[0].trajectory
         # A judge may read the thought, too, and quote a verdict from that.
         written = f"{judged.thought}\n{judged.text}" if judged.thought else judged.text
-        return [self.read(completion=written, **request.given)]
+        return [self.read(completion=written, **request.arguments)]
 
     def read(self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so.

@@ -102,7 +102,7 @@ class RewardCache:
         )
         if cached is not None:
             metrics.REWARD_CACHE.labels("hit").inc()
-            return RewardOutcome(**msgpack.unpackb(cached))
+            return RewardOutcome.from_wire(msgpack.unpackb(cached))
         metrics.REWARD_CACHE.labels("miss").inc()
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
@@ -113,7 +113,7 @@ class RewardCache:
                 uses=self._uses,
                 totals=self._totals,
                 digest=digest,
-                payload=pack(replace(outcome, tries=[]), as_plain),
+                payload=pack(replace(outcome, tries=[]).to_wire(), as_plain),
                 max_bytes=self._max_bytes,
             )
         return outcome

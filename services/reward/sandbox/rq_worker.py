@@ -63,6 +63,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 BEAT_S = 2
 """Seconds between heartbeats of a busy worker, which `services/reward/rewards/sandbox.py` watches."""
+LEAST_BEAT_S = 1.0
+"""Between two heartbeats of the worker that are a call of their own: RQ sends three for each job."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 PAUSE_S = 1.0
@@ -161,6 +163,8 @@ class CodeWorker(Worker):
         self._keys = keys
         self._faults: list[MachineFaultError] = []
         """Of the machine, in the job under way."""
+        self._beat_at = float("-inf")
+        """When the last heartbeat that was a call of its own was sent, on the monotonic clock."""
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
@@ -180,6 +184,21 @@ class CodeWorker(Worker):
         CodeWorker.is_asked_to_stop = True
         with contextlib.suppress(RedisError):  # RQ writes the time of the request to Redis
             super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Say that this worker is there, unless it has said so in the last `LEAST_BEAT_S`. Beats that go with
+        other commands cost nothing, and are sent in any case."""
+        if pipeline is None and timeout is None:
+            now = time.monotonic()
+            if now < self._beat_at + LEAST_BEAT_S:
+                return
+            self._beat_at = now
+        super().heartbeat(timeout, pipeline)
+
+    def set_state(self, state: str, pipeline: Any = None) -> None:
+        """Write the state where it changes: RQ says "idle" once more as it looks for the next job."""
+        if pipeline is not None or state != self.get_state():
+            super().set_state(state, pipeline)
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Do what RQ does for a job in this process; `_run_apart` forks. RQ forks here, and its fork connects
@@ -290,15 +309,18 @@ class CodeWorker(Worker):
     def _wait_for(self, child: int, job: Job) -> int:
         """The exit status of a job's process; heartbeats say that it is at work."""
         started = time.monotonic()
+        working_s = 0.0
         with os.fdopen(os.pidfd_open(child)) as process:  # which becomes readable as the process ends
             ended = select.poll()
             ended.register(process, select.POLLIN)
             while not ended.poll(1000 * BEAT_S):
-                self.set_current_job_working_time(time.monotonic() - started)
+                working_s = time.monotonic() - started
+                self.set_current_job_working_time(working_s)
                 self.maintain_heartbeats(job)
         _, status = os.waitpid(child, 0)
         self._horse_pid = 0
-        self.set_current_job_working_time(0)
+        if working_s:
+            self.set_current_job_working_time(0)
         return status
 
     def _wait_out_shortage(self, fault: MachineFaultError) -> None:

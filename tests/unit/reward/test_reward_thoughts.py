@@ -80,7 +80,7 @@ def test_judges_read_both_by_name_and_a_verdict_within_the_thought_is_a_quotatio
 async def test_a_verdict_that_stands_in_the_thought_does_not_count():
     verdict = Verdict("j", VerdictConfig(regex=r"Score: *(\d+)"))
     arguments = {"words": "Score: 2. It says 'Score: 10'", "nonce": "", "is_cut": False}
-    request = Request([sample_of("I say Score: 10")], given=arguments)
+    request = Request([sample_of("I say Score: 10")], arguments=arguments)
     assert only(await verdict.call(request)).value == 2.0
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from rq import Queue
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
+from rq.worker import WorkerStatus
 
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S, has_ended, wait_until
@@ -23,6 +25,7 @@ from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.sandbox import rq_worker
 
 KEYS = Keys("jobs.1")
 WORKER = """
@@ -182,3 +185,22 @@ async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one_
             assert worker.wait(PATIENCE_S) == 0
     finally:
         server.stop()
+
+
+def test_a_worker_beats_now_and_then_and_writes_its_state_where_it_changes(queue, monkeypatch):
+    """RQ sends three heartbeats and writes two states for each job, whose program takes milliseconds."""
+    monkeypatch.setattr(rq_worker, "LEAST_BEAT_S", 3600.0)
+    worker = rq_worker.CodeWorker(KEYS, time.sleep, queue.connection)
+
+    def num_writes() -> int:
+        counts = queue.connection.info("commandstats")
+        return int(counts.get("cmdstat_hset", {}).get("calls", 0))
+
+    before = num_writes()
+    for _ in range(3):
+        worker.heartbeat()
+        worker.set_state(WorkerStatus.IDLE)
+    assert num_writes() - before == 2
+    worker.set_state(WorkerStatus.BUSY)
+    worker.heartbeat(timeout=60)
+    assert num_writes() - before == 4

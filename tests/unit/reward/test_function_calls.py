@@ -1,0 +1,71 @@
+"""Calls of an async function in its process: which answers go together."""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import pytest
+
+from tidemill.common.process.children import frame_of
+from tidemill.services.reward.functions import child
+from tidemill.services.reward.functions.child import LoopCalls
+from tidemill.services.reward.functions.request import Callee, Request
+from tidemill.services.reward.outcome import RewardOutcome
+
+SAMPLE = {"ticket": 0, "step": 0, "text": "", "ids": b""}
+
+
+class Index(Callee):
+    """The reward is the sample's index."""
+
+    name = "index"
+    is_async = True
+    is_cheap = False
+
+    def spec(self) -> dict[str, Any]:
+        return {}
+
+    async def call(self, request: Request) -> list[RewardOutcome]:
+        await asyncio.sleep(0)
+        return [RewardOutcome(float(sample.key[1])) for sample in request.samples]
+
+
+def sent(num_calls: int) -> list[list[float]]:
+    """The rewards in each write of a process that runs one call at a time, all of which came at once."""
+    writes: list[list[float]] = []
+    all_sent = asyncio.Event()
+
+    def note(*frames: dict[str, Any]) -> None:
+        writes.append([frame["outcomes"][0]["value"] for frame in frames])
+        if sum(map(len, writes)) == num_calls:
+            all_sent.set()
+
+    async def read_all() -> None:
+        calls._read()
+        await all_sent.wait()
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        calls = LoopCalls(Index(), note, theirs, at_once=1)
+        for index in range(num_calls):
+            call = {"lane": "train", "samples": [{**SAMPLE, "index": index}]}
+            ours.sendall(frame_of({"id": index + 1, "call": call, "timeout_s": 60.0}))
+        with contextlib.closing(calls._loop) as loop:
+            loop.run_until_complete(read_all())
+    return writes
+
+
+def test_answers_wait_while_half_as_many_calls_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker sends further calls once it has the answers; no place should be empty until they come."""
+    monkeypatch.setattr(child, "GATHER_SHARE", 1e9)
+    monkeypatch.setattr(child, "LONGEST_GATHER_S", 3600.0)
+    writes = sent(7)
+    assert writes[0] == [0.0, 1.0, 2.0, 3.0, 4.0], "two calls are left: one runs, one waits for a place"
+    assert sorted(reward for write in writes for reward in write) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_an_answer_is_sent_at_once_where_no_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GATHER_SHARE", 1e9)
+    monkeypatch.setattr(child, "LONGEST_GATHER_S", 3600.0)
+    assert sent(1) == [[0.0]]
