@@ -40,9 +40,6 @@ SEEN_BY_USERS = {
 }
 """Fields whose names are settings or keys of JSON, and stay."""
 NOT_YET_PLAIN = (
-    "tests/integration",
-    "tests/simulation",
-    "tests/unit",
 )
 """Folders and files that may have such lines, until somebody makes them plain and deletes their row."""
 

@@ -32,7 +32,9 @@ def main() -> int:
     if options.trace:
         return _trace(options.seed, options.tight)
     seeds = range(options.seed, options.seed + options.schedules)
-    began, faults, bad = time.monotonic(), Counter[str](), list[Verdict]()
+    began = time.monotonic()
+    faults = Counter[str]()
+    bad = list[Verdict]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("schedules", total=len(seeds))
@@ -77,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 def _tell(verdict: Verdict) -> None:
     """Print the shortest schedule that fails like this one."""
     with console.status(f"shrinking seed {verdict.schedule.seed}"):
-        found = shrink(verdict)
+        smallest = shrink(verdict)
     console.rule(f"seed {verdict.schedule.seed}")
-    console.print(f"{found.schedule!r}", markup=False, highlight=False)
-    console.print(found.problem[-MOST_WORDS:], markup=False, highlight=False)
+    console.print(f"{smallest.schedule!r}", markup=False, highlight=False)
+    console.print(smallest.problem[-MOST_WORDS:], markup=False, highlight=False)
 
 
 def _trace(seed: int, is_tight: bool) -> int:

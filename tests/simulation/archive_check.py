@@ -34,12 +34,12 @@ def missing_ids(world: World) -> list[str]:
         archived = [entry_id for segment in manifest.segments for entry_id in _ids(segment.path)]
         # What a stranger has written is moved aside.
         put_back = world.history.put_back if name == "dead" else {}
-        own = [
+        ours = [
             record
             for record in world.history.of(name)
             if not record.is_foreign and record.entry_id not in put_back
         ]
-        wanted = {parse_id(record.entry_id.encode()) for record in own}
+        wanted = {parse_id(record.entry_id.encode()) for record in ours}
         if missing := sorted(wanted - in_redis - set(archived)):
             problems.append(
                 f"archive: of {name}, {len(missing)} entries are nowhere any more, from {missing[0]} on"
@@ -52,10 +52,11 @@ def missing_ids(world: World) -> list[str]:
 def other_choices(watch: Watch, config: RunConfig) -> list[str]:
     """In words: an archived trajectory whose choices are not those of its engine, or is kept or left out
     against the config."""
-    run_dir, stream = watch.world.folder / watch.world.run_id, StreamName.TRAJECTORIES
+    run_dir = watch.world.folder / watch.world.run_id
+    stream = StreamName.TRAJECTORIES
     manifest = Manifest.load(stream_folder(run_dir, stream))
-    for part in select(manifest, stream, Selection()):
-        for sample in [record.message for record in part if isinstance(record, Entry)]:
+    for records in select(manifest, stream, Selection()):
+        for sample in [record.message for record in records if isinstance(record, Entry)]:
             if isinstance(sample, Trajectory) and sample.choices is not None and sample.claim is None:
                 rows = sample.choices.rows
                 is_right = watch.is_made(sample, sample.logprobs, rows) if rows else True

@@ -19,7 +19,8 @@ class Child:
     """What `asyncio.create_subprocess_exec` returns of a simulated process."""
 
     def __init__(self) -> None:
-        self.pid, self.returncode = 0, None
+        self.pid = 0
+        self.returncode = None
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
@@ -37,15 +38,16 @@ def spawn(world: World) -> Callable[..., Awaitable[Child]]:
 
     async def start(*command: str, **_: Any) -> Child:
         words = list(command)
-        place = words.index(Program.ARCHIVE)
-        run_id, run_dir, *rest = words[place + 1 :]
-        until = dict(item.split("=", 1) for item in rest if "=" in item)
-        child, parent = Child(), OWNER.get(world.loop.world)
+        index = words.index(Program.ARCHIVE)
+        run_id, run_dir, *options = words[index + 1 :]
+        until = dict(item.split("=", 1) for item in options if "=" in item)
+        child = Child()
+        parent = OWNER.get(world.loop.world)
 
         async def main() -> int:
             try:
                 ends = {StreamName(name): last for name, last in until.items()}
-                await archive(Keys(run_id), Path(run_dir), ends, "--rest" in rest)
+                await archive(Keys(run_id), Path(run_dir), ends, "--rest" in options)
                 return 0
             except TidemillError as error:
                 return error.exit_code

@@ -53,7 +53,8 @@ def beside(seed: int) -> list[Fault]:
     """Faults in addition to those that are drawn for a seed."""
     rng = random.Random(f"beside {seed}")
     kind = rng.choices(list(BESIDE), list(BESIDE.values()))[0]
-    at_s, for_s = round(rng.uniform(1.0, 8.0), 3), round(rng.uniform(1.1, 2.0) * LEASE_S, 2)
+    at_s = round(rng.uniform(1.0, 8.0), 3)
+    for_s = round(rng.uniform(1.1, 2.0) * LEASE_S, 2)
     if kind == "full":
         return [Fault(at_s, "full", "", {"for_s": round(rng.uniform(0.5, 6.0), 2)})]
     if kind == "add":

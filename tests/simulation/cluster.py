@@ -121,7 +121,8 @@ class Cluster:
         self, unit: Sequence[Fields], is_atomic: bool, is_blocking: bool = False
     ) -> "asyncio.Future[list[Any]]":
         """Send commands of the running process."""
-        process, future = OWNER.get(self.loop.world), self.loop.create_future()
+        process = OWNER.get(self.loop.world)
+        future = self.loop.create_future()
         if (answers := _of_the_file(unit)) is not None:
             future.set_result(answers)
             return future
@@ -166,7 +167,8 @@ class Cluster:
     def _line_of(self, process: Process) -> Line:
         line = self._lines.get(process)
         if line is None or line.is_lost:
-            line = self._lines[process] = Line()
+            line = Line()
+            self._lines[process] = line
         return line
 
     def _lose(self, line: Line, error: Exception) -> None:
@@ -177,7 +179,8 @@ class Cluster:
 
     def go_down(self) -> None:
         """Every connection breaks."""
-        self.state, self.down_at = State.DOWN, self.loop.now
+        self.state = State.DOWN
+        self.down_at = self.loop.now
         self._break_connections()
 
     def demote(self) -> None:
@@ -309,7 +312,11 @@ def _adding_scripts() -> frozenset[bytes]:
     names = {file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir()} - {"mark", "trim"}
     scripts = [_script(name) for name in names]
     calls = [f"'{command.decode()}'" for command in ADDING]
-    return frozenset(sha.encode() for source, sha in scripts if any(call in source for call in calls))
+
+    def adds(source: str) -> bool:
+        return any(call in source for call in calls)
+
+    return frozenset(sha.encode() for source, sha in scripts if adds(source))
 
 
 def _of_the_file(unit: Sequence[Fields]) -> list[Any] | None:

@@ -16,7 +16,8 @@ HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
 POISON = frozenset({"foreign", "damage", "older", "vanish"})
 """Faults after which some entry cannot be processed, by any worker or by the one of an older release."""
 LOSSES = frozenset({"restart", "failover", "empty"})
-LEASES_A_RUN, LEASES_A_FAULT = 3, 2
+LEASES_A_RUN = 3
+LEASES_A_FAULT = 2
 """Leases by which a run may take longer than without faults: in any case, and for each fault."""
 OF_REWARDS = ("zero_variance", "too_few_scores", "failed_score", "replaced before a restart")
 """Why groups are replaced where nothing went wrong. The last stands for any of the others."""
@@ -30,15 +31,15 @@ def dead_letters(world: World, schedule: Schedule, commits: list[Commit]) -> lis
         return []
     trained = {ticket for commit in commits for ticket in commit.groups}
     has_losses = not kinds.isdisjoint(LOSSES)
-    found = []
+    problems = []
     for record in world.history.records:
         if record.stream == "dead" and (letter := record.message) is not None:
             may_be_old = has_losses or len(schedule.bounds) > 1
             is_old = letter.error.startswith("staleness") and may_be_old
             is_trimmed = "cannot be had" in letter.error and letter.ticket in trained and has_losses
             if not is_old and not is_trimmed:
-                found.append(f"dead: {letter.origin} {letter.entry_id}: {letter.error}")
-    return found[:1]
+                problems.append(f"dead: {letter.origin} {letter.entry_id}: {letter.error}")
+    return problems[:1]
 
 
 def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]:
@@ -46,13 +47,13 @@ def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]
     something, strangers write, payloads are removed, or the run was resumed with a tighter bound."""
     if not {fault.kind for fault in schedule.faults}.isdisjoint(LOSSES | POISON) or len(schedule.bounds) > 1:
         return []
-    found = [
+    problems = [
         f"dropped: ticket {ticket} at step {commit.step}: {reason}"
         for commit in commits
         for ticket, index, reason in commit.dropped
         if (index < 0 and reason not in OF_REWARDS) or reason in (NO_PAYLOAD, NO_CHOICES)
     ]
-    return found[:1]
+    return problems[:1]
 
 
 def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restarts: int) -> list[str]:
@@ -73,7 +74,8 @@ def left_behind(world: World, schedule: Schedule) -> list[str]:
     kinds = {fault.kind for fault in schedule.faults}
     if "foreign" in kinds:
         return []
-    values, found = world.cluster.server.space.values, []
+    values = world.cluster.server.space.values
+    problems = []
     for raw in values:
         name, _, lane = world.keys.name_of(raw.decode()).partition(":")
         ticket, _, lane = lane.removesuffix(":parts").partition(":")
@@ -82,8 +84,8 @@ def left_behind(world: World, schedule: Schedule) -> list[str]:
         stream = values.get(f"{world.keys.prompts()}{':eval' if lane else ''}".encode())
         group = stream.groups.get(ROLLOUT_GROUP.encode()) if isinstance(stream, Stream) else None
         if group is None or (int(ticket) + 1, 0) not in group.pending:
-            found.append(f"left: the progress of ticket {ticket} {lane}")
-    return found[:1]
+            problems.append(f"left: the progress of ticket {ticket} {lane}")
+    return problems[:1]
 
 
 def allowed_s(schedule: Schedule, undisturbed_s: float) -> float:

@@ -12,7 +12,8 @@ Crafted = tuple[Setup, list[Fault]]
 
 def crafted(kind: str, rng: random.Random, setup: Setup) -> Crafted:
     """The setup and the faults of a kind, which takes the place of the faults that were drawn."""
-    at_s, for_s = round(rng.uniform(2.0, 8.0), 3), round(rng.uniform(0.3, 2.5), 2)
+    at_s = round(rng.uniform(2.0, 8.0), 3)
+    for_s = round(rng.uniform(0.3, 2.5), 2)
     return CRAFTED[kind](rng, setup, at_s, for_s)
 
 
@@ -59,9 +60,9 @@ def _twin(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
     return replace(setup, group_size=8), _strangers(rng, "twin")
 
 
-def _strangers(rng: random.Random, what: str) -> list[Fault]:
+def _strangers(rng: random.Random, content: str) -> list[Fault]:
     moments = [round(rng.uniform(0.5, 6.0), 3) for _ in range(6)]
-    return [Fault(moment, "foreign", "trajectories", {"what": what}) for moment in moments]
+    return [Fault(moment, "foreign", "trajectories", {"what": content}) for moment in moments]
 
 
 def _between(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
@@ -173,7 +174,8 @@ def _forks(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
     setup = replace(setup, rollouts=3, group_size=3)
     faults = [Fault(0.5, "kill", "rollout-2")]
     for i in range(2):
-        moment, worker = round(at_s / 2.0 + 3.0 + 6.0 * i, 3), f"rollout-{i}"
+        moment = round(at_s / 2.0 + 3.0 + 6.0 * i, 3)
+        worker = f"rollout-{i}"
         lost = {"for_s": round(0.4 * for_s, 2), "lose_commits": 1, "lose": rng.randint(0, 40)}
         faults.append(Fault(moment, "restart", worker, lost | PART | {"then": ["kill", worker]}))
         faults.append(Fault(moment, "kill", "trainer", {"of": worker} | PART))

@@ -4,14 +4,14 @@ import os
 from pathlib import Path
 
 
-def tear(run_dir: Path, what: str, share: float) -> bool:
+def tear(run_dir: Path, target: str, share: float) -> bool:
     """Cut the newest file of its kind to a share of its bytes, or change a bit there; False if there is none.
 
     `checkpoint` and `weights` are a file of the newest version, `metrics` all of metrics.jsonl.
     """
-    if what == "metrics":
+    if target == "metrics":
         return _cut(run_dir / "metrics.jsonl", 0.0)
-    versions = sorted((run_dir / {"checkpoint": "checkpoints", "weights": "weights"}[what]).glob("v*"))
+    versions = sorted((run_dir / {"checkpoint": "checkpoints", "weights": "weights"}[target]).glob("v*"))
     files = sorted(path for path in versions[-1].iterdir() if path.is_file()) if versions else []
     if not files:
         return False

@@ -88,7 +88,8 @@ class Disk:
         Raises:
             BlockingIOError: another one holds it.
         """
-        process, status = OWNER.get(None), os.fstat(file.fileno())
+        process = OWNER.get(None)
+        status = os.fstat(file.fileno())
         key = status.st_dev, status.st_ino
         holder = self._locks.get(key)
         if holder is not None and not holder[1].closed and not holder[0].is_dead:

@@ -41,7 +41,10 @@ class Injector:
     """`arm` sets every fault's alarm; `done` counts those that happened."""
 
     def __init__(self, world: World, fleet: Fleet, config: RunConfig, schedule: Schedule) -> None:
-        self.world, self.fleet, self.config, self.schedule = world, fleet, config, schedule
+        self.world = world
+        self.fleet = fleet
+        self.config = config
+        self.schedule = schedule
         self.rng = random.Random(f"faults {schedule.seed}")
         self.done: Counter[str] = Counter()
         self.num_torn = 0
@@ -84,7 +87,8 @@ class Injector:
     def _before(self, process: Process, fields: list[bytes]) -> None:
         """A command arrives at the server: some faults have waited for it."""
         if self._damaged and fields[1:2] == [self._damaged] and fields[-1]:
-            fields[-1], self._damaged = fields[-1][: len(fields[-1]) // 2], b""
+            fields[-1] = fields[-1][: len(fields[-1]) // 2]
+            self._damaged = b""
         self._spring(self._armed, process, fields)
 
     @staticmethod
@@ -94,7 +98,8 @@ class Injector:
         """Let those faults happen that have waited for this command."""
         if not armed_faults:
             return
-        name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
+        name = split(fields)[0].decode()
+        text = b" ".join(fields[:8]).decode(errors="replace")
         for armed in list(armed_faults):
             who, command, key, happen = armed
             is_it = name == command or (command == "XADD" and name in SCRIPTED) or _is_script(command, fields)
@@ -122,7 +127,8 @@ class Injector:
         if (step := fault.how.get("step", "now")) == "now":
             self.world.kill(process)
         else:
-            process.trap, process.num_until_trap = step, fault.how.get("count", 0)
+            process.trap = step
+            process.num_until_trap = fault.how.get("count", 0)
         return True
 
     def freeze(self, fault: Fault) -> bool:
@@ -271,12 +277,13 @@ class Injector:
         """The trainer dies, and one of its files is damaged."""
         if (process := self.fleet.find("trainer")) is not None:
             self.world.kill(process)
-        what, run_dir = fault.how["what"], self.world.folder / self.world.run_id
-        if what == "checkpoint" and (newest := damage.newest(run_dir)):
+        target = fault.how["what"]
+        run_dir = self.world.folder / self.world.run_id
+        if target == "checkpoint" and (newest := damage.newest(run_dir)):
             # Torn again: it is the same one, and no new one has come in between.
             self._torn = [*self._torn, newest] if newest in self._torn else [newest]
             self.num_torn = max(self.num_torn, len(set(self._torn)))
-        return damage.tear(run_dir, what, fault.how.get("share", 0.5))
+        return damage.tear(run_dir, target, fault.how.get("share", 0.5))
 
     def foreign(self, fault: Fault) -> bool:
         """Another program writes into a stream."""
@@ -290,11 +297,11 @@ class Injector:
         """The run is resumed with another config."""
         tree = self.config.model_dump(mode="json")
         for dotted, value in fault.how["set"].items():
-            section, *rest = dotted.split(".")
+            section, *names = dotted.split(".")
             node = tree[section]
-            for name in rest[:-1]:
+            for name in names[:-1]:
                 node = node[name]
-            node[rest[-1]] = value
+            node[names[-1]] = value
         self.config = RunConfig.model_validate(tree)
         text = self.config.model_dump_json().encode()
         if self.world.cluster.state is not State.UP:

@@ -122,7 +122,8 @@ def _kind_of(seed: int, rng: random.Random) -> str:
 
 def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:
     """Faults that chance rarely draws, because they need a certain moment or each other."""
-    at_s, for_s = round(rng.uniform(1.0, SPAN_S), 3), round(rng.uniform(0.3, 2.5), 2)
+    at_s = round(rng.uniform(1.0, SPAN_S), 3)
+    for_s = round(rng.uniform(0.3, 2.5), 2)
     if kind == "damage":
         return [Fault(at_s, "damage", rng.choice(("publish_sample", "complete")))]
     if kind == "old":

@@ -48,7 +48,8 @@ class History:
         """A server has taken over that has only `num_units` writes; returns how many entries are lost."""
         for record in self.records:
             if record.flushed_with >= num_units:  # the server that took over was never emptied
-                record.is_lost, record.flushed_with = False, -1
+                record.is_lost = False
+                record.flushed_with = -1
         lost = [record for record in self.records if record.unit >= num_units and not record.is_lost]
         for record in lost:
             record.is_lost = True
@@ -60,7 +61,8 @@ class History:
         """The server was emptied by its write number `unit`; returns how many entries are lost."""
         lost = [record for record in self.records if not record.is_lost]
         for record in lost:
-            record.is_lost, record.flushed_with = True, unit
+            record.is_lost = True
+            record.flushed_with = unit
         return len(lost)
 
     def of(self, stream: str, is_lost: bool = False) -> list[Record]:

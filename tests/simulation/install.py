@@ -74,7 +74,8 @@ class NoEndpoint:
     """In place of the HTTP endpoint of a service."""
 
     def __init__(self, port: int, host: str = "", *_: Any, **__: Any) -> None:
-        self.port, self.host = port, host
+        self.port = port
+        self.host = host
 
     def beat(self) -> None:
         """No effect."""
@@ -106,7 +107,8 @@ class NoLeaseKeeper(LeaseKeeper):
 def installed(world: World, watch: Watch) -> Iterator[None]:
     """Everything inside runs in the virtual world."""
     rewire_defaults()
-    state, were_collected = random.getstate(), gc.isenabled()
+    state = random.getstate()
+    were_collected = gc.isenabled()
     gc.disable()
     random.seed(f"chance {world.seed}")
     with contextlib.ExitStack() as stack:
@@ -124,7 +126,8 @@ def installed(world: World, watch: Watch) -> Iterator[None]:
 
 
 def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
-    clocks, rng = world.clocks, random.Random(f"names {world.seed}")
+    clocks = world.clocks
+    rng = random.Random(f"names {world.seed}")
     return [
         (tidemill.common.process.service, "LeaseKeeper", NoLeaseKeeper),
         (time, "time", clocks.wall_s),
@@ -184,7 +187,9 @@ def _needs_checked_by(world: World) -> Callable[[Any, Any], None]:
 
 def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     """Let the engine draw other tokens each time, as real ones do, and report to `watch` what services do."""
-    accumulate, update, zero = SimulatedPolicy.accumulate, SimulatedPolicy.update, SimulatedPolicy.zero
+    accumulate = SimulatedPolicy.accumulate
+    update = SimulatedPolicy.update
+    zero = SimulatedPolicy.zero
     request_key = tidemill.services.rollout.engines.simulated.request_key
 
     def new_key(seed: int, request_id: str) -> int:
@@ -193,8 +198,8 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     say = SimulatedEngine._generation
 
-    def say_watched(engine: SimulatedEngine, request: Any, key: int, *rest: Any) -> Any:
-        return watch.makes(engine, request, key, say(engine, request, key, *rest))
+    def say_watched(engine: SimulatedEngine, request: Any, key: int, *others: Any) -> Any:
+        return watch.makes(engine, request, key, say(engine, request, key, *others))
 
     load = SimulatedEngine.load
 
@@ -226,8 +231,8 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     hold = Consumer._hold
 
-    def hold_watched(consumer: Consumer[Any], raw_id: bytes, *rest: Any) -> Any:
-        held = hold(consumer, raw_id, *rest)
+    def hold_watched(consumer: Consumer[Any], raw_id: bytes, *others: Any) -> Any:
+        held = hold(consumer, raw_id, *others)
         watch.given(consumer.name, consumer.key, raw_id, isinstance(held, Delivery))
         return held
 
@@ -276,9 +281,9 @@ def _disk_replacements(world: World) -> list[tuple[Any, str, Any]]:
     disk = world.disk
 
     def guarded(function: Callable[..., Any], is_growing: bool = False) -> Callable[..., Any]:
-        def call(path: Any, *rest: Any, **options: Any) -> Any:
+        def call(path: Any, *others: Any, **options: Any) -> Any:
             disk.step_growing(path) if is_growing else disk.step(path)
-            return function(path, *rest, **options)
+            return function(path, *others, **options)
 
         return call
 
@@ -301,11 +306,11 @@ def _disk_replacements(world: World) -> list[tuple[Any, str, Any]]:
 
     real_open = builtins.open
 
-    def open_guarded(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+    def open_guarded(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
         if any(letter in mode for letter in WRITING):
             # A file that is there needs no room to be opened.
             disk.step(file) if isinstance(file, int) or os.path.exists(file) else disk.step_growing(file)
-        return real_open(file, mode, *rest, **options)
+        return real_open(file, mode, *others, **options)
 
     names = ("unlink", "rmdir")
     return [
@@ -345,7 +350,8 @@ def _environment(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def _logs(world: World) -> Iterator[None]:
     """Log lines go into the trace, or nowhere."""
-    before, is_configured = structlog.get_config(), structlog.is_configured()
+    before = structlog.get_config()
+    is_configured = structlog.is_configured()
     level = logging.INFO if world.is_traced else logging.CRITICAL
 
     def note(_: Any, level: str, event: dict[str, Any]) -> str:
@@ -390,10 +396,10 @@ def rewire_defaults() -> None:
 
 
 def _rewire_model(kind: type[pydantic.BaseModel], late: dict[str, Callable[[], Any]]) -> None:
-    found = [field for field in kind.model_fields.values() if _real_name(field.default_factory)]
-    for field in found:
+    fields = [field for field in kind.model_fields.values() if _real_name(field.default_factory)]
+    for field in fields:
         field.default_factory = late[_real_name(field.default_factory)]
-    if found:
+    if fields:
         kind.model_rebuild(force=True)
 
 

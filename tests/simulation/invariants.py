@@ -53,11 +53,13 @@ class Judge:
     """Judges one run."""
 
     def __init__(self, watch: Watch, config: RunConfig, schedule: Schedule) -> None:
-        self.watch, self.schedule = watch, schedule
+        self.watch = watch
+        self.schedule = schedule
         # A commit does not say under which bound it was trained: the widest of a resumed run is allowed.
         trainer = config.trainer.model_copy(update={"max_staleness": max(schedule.bounds)})
         self.config = config.model_copy(update={"trainer": trainer})
-        self.world, self.broken = watch.world, watch.broken
+        self.world = watch.world
+        self.broken = watch.broken
         self.trainer = trainer
         self.kinds = {fault.kind for fault in schedule.faults}
         watch.keeps_parts = schedule.setup.parts in ("turns", "restore") and self.kinds.isdisjoint(
@@ -122,29 +124,33 @@ class Judge:
 
     def _judge_commit(self, commit: Commit) -> list[str]:
         """It says what was trained, and a trainer that starts now can train it again."""
-        trained = [found for found in self.watch.trained.get(commit.digest, ()) if found]
+        trained = [samples for samples in self.watch.trained.get(commit.digest, ()) if samples]
         if not trained:
             return [f"commit: no policy has trained what step {commit.step} says"]
-        problems, prompts = list[str](), dict[int, set[bytes]]()
+        problems = list[str]()
+        prompts = dict[int, set[bytes]]()
         for key in commit.trained_keys:
+            trained_ids = {samples.get(key) for samples in trained}
             records = [
                 record
                 for record in self._samples.get(("train", key), ())
-                if any(found.get(key) == record.message.completion_ids.tobytes() for found in trained)
+                if record.message.completion_ids.tobytes() in trained_ids
             ]
-            prompts.setdefault(key[0], set()).update(one.message.prompt_ids.tobytes() for one in records)
+            prompts.setdefault(key[0], set()).update(
+                record.message.prompt_ids.tobytes() for record in records
+            )
             if key[0] in self._issued:
                 prompts[key[0]].add(self._issued[key[0]].message.prompt_ids.tobytes())
             ages = [
                 -1
-                if one.message.max_version > commit.step or one.entry_id in self._ahead
-                else commit.step - one.message.min_version
-                for one in records
+                if record.message.max_version > commit.step or record.entry_id in self._ahead
+                else commit.step - record.message.min_version
+                for record in records
             ]
             issued_at = self._issued[key[0]].at_s if key[0] in self._issued else 0.0
-            standing = [one for one in self._samples.get(("train", key), ()) if not one.is_lost]
-            standing = [one for one in standing if one.at_s >= issued_at]
-            is_later = any(one in records for one in standing[1:]) and standing[0] not in records
+            standing = [record for record in self._samples.get(("train", key), ()) if not record.is_lost]
+            standing = [record for record in standing if record.at_s >= issued_at]
+            is_later = any(record in records for record in standing[1:]) and standing[0] not in records
             if is_later and "empty" not in self.kinds:
                 problems.append(f"join: step {commit.step} trained {key}, not as it came first")
             if not any(0 <= age <= self.trainer.max_staleness for age in ages):
@@ -156,7 +162,7 @@ class Judge:
                 problems.append(
                     f"durability: step {commit.step} trained {key}, which nobody could train again"
                 )
-        if mixed := [ticket for ticket, found in prompts.items() if len(found) > 1]:
+        if mixed := [ticket for ticket, texts in prompts.items() if len(texts) > 1]:
             problems.append(f"prompt: step {commit.step} trained tickets {mixed[:5]} on two prompts")
         return problems
 
@@ -166,19 +172,19 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Add everything that is wrong with the run to the verdict."""
-        found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken, *self.world.disk.broken]
+        problems = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken, *self.world.disk.broken]
         if fleet.outcome == FINISHED:
-            found += self._judge_history()
-            found += self._judge_records()
-            found += costs.dropped_without_need(self.schedule, self._commits())
-            found += costs.left_behind(self.world, self.schedule)
+            problems += self._judge_history()
+            problems += self._judge_records()
+            problems += costs.dropped_without_need(self.schedule, self._commits())
+            problems += costs.left_behind(self.world, self.schedule)
         elif "empty" not in self.kinds:
-            found += self._judge_digests(self._commits())
-        found += self._judge_letters()
-        found += costs.dead_letters(self.world, self.schedule, self._commits())
+            problems += self._judge_digests(self._commits())
+        problems += self._judge_letters()
+        problems += costs.dead_letters(self.world, self.schedule, self._commits())
         num_restarts = len(self.world.processes) - len(fleet.members)
-        found += costs.made_again(self.watch.num_again, injector.done, self.config, num_restarts)
-        verdict.violations += found
+        problems += costs.made_again(self.watch.num_again, injector.done, self.config, num_restarts)
+        verdict.violations += problems
 
     def may_end(self, outcome: str, num_torn: int) -> bool:
         """Whether the run may have ended with this error: no repair is possible, and the message is clear.
@@ -218,21 +224,23 @@ class Judge:
 
     def _messages(self, stream: str, kind: type[Message], is_lost: bool = False) -> list[Any]:
         records = self.world.history.of(stream, is_lost)
-        return [one.message for one in records if one.message is not None or self._is_read(one, kind)]
+        return [
+            record.message for record in records if record.message is not None or self._is_read(record, kind)
+        ]
 
     def _commits(self) -> list[Commit]:
         """The commits that the stream holds at the end, and those trimmed before."""
         stream = self.world.cluster.server.space.values.get(self.world.keys.commits.encode())
-        known = {
+        by_id = {
             record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
         }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
         if self.world.kept_commits < self.trainer.steps and ids:
             # Of those that Redis lost, the trainer gives back the newest only: the journal has the others.
             lost = {record.entry_id: record for record in self.world.history.of("commits", is_lost=True)}
-            known = {i: record for i, record in lost.items() if id_order(i) < id_order(ids[0])} | known
-            ids = [*sorted({i for i in known if id_order(i) < id_order(ids[0])}, key=id_order), *ids]
-        return [known[entry_id].message for entry_id in ids if entry_id in known]
+            by_id = {i: record for i, record in lost.items() if id_order(i) < id_order(ids[0])} | by_id
+            ids = [*sorted({i for i in by_id if id_order(i) < id_order(ids[0])}, key=id_order), *ids]
+        return [by_id[entry_id].message for entry_id in ids if entry_id in by_id]
 
     def _judge_history(self) -> list[str]:
         commits = self._commits()
@@ -251,10 +259,10 @@ class Judge:
             ),
             dead=SimpleNamespace(entries=[]),
         )
-        found: Any = chaos.judge(archive, self.trainer.group_size, self.trainer.max_staleness)  # type: ignore[arg-type]
+        history: Any = chaos.judge(archive, self.trainer.group_size, self.trainer.max_staleness)  # type: ignore[arg-type]
         problems = self._judge_waits(commits)
-        if found.lost or found.duplicated or found.violations or found.gaps:
-            problems.append(f"history: {found}")
+        if history.lost or history.duplicated or history.violations or history.gaps:
+            problems.append(f"history: {history}")
         if any(len(commit.groups) != self.trainer.groups_per_step for commit in commits):
             problems.append("groups: a step has another number of groups than groups_per_step")
         ends = Counter(t for commit in commits for t in {*commit.groups, *_dropped_whole(commit)})
@@ -280,7 +288,8 @@ class Judge:
 
     def _judge_digests(self, commits: list[Commit]) -> list[str]:
         """The simulated policy's digest follows from the commits alone."""
-        chain, problems = xxhash.xxh3_128(b"simulated").digest(), []
+        chain = xxhash.xxh3_128(b"simulated").digest()
+        problems = []
         for number, commit in enumerate(commits):
             if commit.step != number:
                 break

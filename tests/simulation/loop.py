@@ -68,11 +68,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         active = self._active
         if not active:
             return
-        place = int(self.rng.random() * len(active)) if len(active) > 1 else 0
-        owner = active[place]
+        index = int(self.rng.random() * len(active)) if len(active) > 1 else 0
+        owner = active[index]
         handle = owner.ready.popleft()
         if not owner.ready:
-            active[place] = active[-1]
+            active[index] = active[-1]
             active.pop()
             owner.is_queued = False
         if not handle._cancelled:  # type: ignore[attr-defined]
@@ -86,7 +86,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         if not timers or timers[0][0] > until_s:
             self.now = max(self.now, until_s)
             return False
-        now = self.now = max(self.now, timers[0][0])
+        now = max(self.now, timers[0][0])
+        self.now = now
         while timers and timers[0][0] <= now:
             handle = heapq.heappop(timers)[2]
             if not handle._cancelled:  # type: ignore[attr-defined]
@@ -116,7 +117,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """End every task that is left by a cancellation: else it would warn when it is destroyed."""
         self.is_ending = True
         for owner in [*owners, self.world]:
-            owner.is_dead = owner.is_frozen = False
+            owner.is_dead = False
+            owner.is_frozen = False
             self.resume(owner)
             for task in owner.tasks:
                 task.cancel()
@@ -225,7 +227,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def _call_in_thread(
         self, func: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[Any, BaseException | None]:
-        self.slept_s, self.in_thread = 0.0, True
+        self.slept_s = 0.0
+        self.in_thread = True
         try:
             return func(*args), None
         except BaseException as error:

@@ -104,7 +104,8 @@ def examine(mutant: Mutant, root: Path, num_schedules: int) -> Outcome:
             problem, num_run = answer.recv()
         except EOFError:
             # Its traceback is on stderr. A simulation that cannot run has seen nothing.
-            problem, num_run = "", 0
+            problem = ""
+            num_run = 0
         process.join()
     return Outcome(mutant, problem, num_run)
 
@@ -120,7 +121,8 @@ def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) ->
     from tests.simulation.known import KNOWN
     from tests.simulation.run import run
 
-    problem, num_run = "", 0
+    problem = ""
+    num_run = 0
     first = [KNOWN[kept]] if kept else []
     for schedule in islice(chain(first, map(schedule_of, count())), num_schedules):
         num_run += 1
@@ -138,9 +140,10 @@ def main() -> int:
 
     options = _parser().parse_args()
     wanted = options.only or [""]
-    mutants = [
-        one for one in (*PLANTED, *REVERTED) if any(text in f"{one.name} {one.kept}" for text in wanted)
-    ]
+    mutants = []
+    for mutant in (*PLANTED, *REVERTED):
+        if any(text in f"{mutant.name} {mutant.kept}" for text in wanted):
+            mutants.append(mutant)
     try:
         for mutant in mutants:
             edited(mutant, ROOT)
@@ -151,7 +154,7 @@ def main() -> int:
     num_caught = 0
     # A copy of the tree as it is now: it may be edited before the last bug is examined.
     with copied_tree(ROOT) as tree, ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda one: examine(one, tree, options.schedules), mutants):
+        for outcome in pool.map(lambda mutant: examine(mutant, tree, options.schedules), mutants):
             num_caught += bool(outcome.problem)
             schedules = f"{outcome.num_schedules:4}" if outcome.problem else "   -"
             print(f"{schedules}  {outcome.mutant.name}: {outcome.problem[:110] or 'not seen'}", flush=True)

@@ -26,15 +26,18 @@ def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]
         plan.take_commit(commit)
     first = _first_written(history)
     committed = [first["commits", _bytes(record)] for record in _records_of(history, commits)]
-    problems, newest, horizon = [], -1, 0
+    problems = []
+    newest = -1
+    horizon = 0
     for record in tickets:
         ticket = record.message
         fields = plan.fields(ticket.ticket, ticket.min_version)
         newest = max([newest, *committed[horizon : ticket.min_version]])
         horizon = max(horizon, ticket.min_version)
-        expected, found = (fields["source"], fields["row"]), (ticket.source, ticket.row)
-        if expected != found and newest < first["prompts", _bytes(record)]:
-            problems.append(f"prompts: ticket {ticket.ticket} has {found}, and the commits give {expected}")
+        expected = (fields["source"], fields["row"])
+        actual = (ticket.source, ticket.row)
+        if expected != actual and newest < first["prompts", _bytes(record)]:
+            problems.append(f"prompts: ticket {ticket.ticket} has {actual}, and the commits give {expected}")
     return problems
 
 

@@ -138,9 +138,11 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     injector.arm()
     end_s = injector.quiet_at_s + PATIENCE_S
     world.loop.run(lambda: bool(fleet.outcome), end_s)
-    verdict.outcome, verdict.faults = fleet.outcome, injector.done
+    verdict.outcome = fleet.outcome
+    verdict.faults = injector.done
     verdict.faults["resumed"] += watch.num_resumed
-    verdict.virtual_s, verdict.num_commands = world.loop.now - 1000, len(world.cluster.server.log)
+    verdict.virtual_s = world.loop.now - 1000
+    verdict.num_commands = len(world.cluster.server.log)
     judge.judge(fleet, injector, verdict)
     if not fleet.outcome:
         verdict.stall = f"stall: {judge.standing()}"
@@ -152,7 +154,8 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
 @contextlib.contextmanager
 def _without_complaints() -> Iterator[None]:
     """Suppress the warnings of coroutines that never ended when they are destroyed."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
     try:
         yield
     finally:

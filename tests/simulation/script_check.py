@@ -53,8 +53,8 @@ class ScriptCheck:
         """A trajectory was appended, and is readable."""
         if isinstance(record.message, Trajectory):
             lane = Lane.EVAL if record.stream.endswith(":eval") else Lane.TRAIN
-            place = self.world.keys.trajectories(lane).encode(), record.entry_id.encode()
-            self._keys_at.setdefault(place, set()).add(record.message.key)
+            entry = self.world.keys.trajectories(lane).encode(), record.entry_id.encode()
+            self._keys_at.setdefault(entry, set()).add(record.message.key)
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
         """A command is about to be applied; what is returned is called with its replies."""

@@ -11,14 +11,18 @@ MOST_RUNS = 120
 
 def shrink(verdict: Verdict) -> Verdict:
     """The smallest failing schedule that can be reached by leaving things out, one after the other."""
-    best, kind, num_runs, is_smaller = verdict, kind_of(verdict), 0, True
+    best = verdict
+    kind = kind_of(verdict)
+    num_runs = 0
+    is_smaller = True
     while is_smaller and num_runs < MOST_RUNS:
         is_smaller = False
         for candidate in _smaller(best.schedule):
             num_runs += 1
-            found = run(candidate)
-            if kind_of(found) == kind:
-                best, is_smaller = found, True
+            smaller = run(candidate)
+            if kind_of(smaller) == kind:
+                best = smaller
+                is_smaller = True
                 break
             if num_runs >= MOST_RUNS:
                 break
@@ -27,8 +31,8 @@ def shrink(verdict: Verdict) -> Verdict:
 
 def kind_of(verdict: Verdict) -> str:
     """What sort of failure it is: the word before the colon, and of a crash its last line."""
-    word, _, rest = verdict.problem.partition(":")
-    return f"{word}: {rest.strip().splitlines()[-1][:60]}" if word == "crash" else word
+    word, _, message = verdict.problem.partition(":")
+    return f"{word}: {message.strip().splitlines()[-1][:60]}" if word == "crash" else word
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
@@ -41,9 +45,9 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     for name, value in _PLAIN.items():
         if getattr(schedule.setup, name) != value:
             yield replace(schedule, setup=replace(schedule.setup, **{name: value}))
-    for place, fault in enumerate(faults):
+    for index, fault in enumerate(faults):
         for plainer in _plainer(fault):
-            yield replace(schedule, faults=(*faults[:place], plainer, *faults[place + 1 :]))
+            yield replace(schedule, faults=(*faults[:index], plainer, *faults[index + 1 :]))
 
 
 _PLAIN = {

@@ -11,7 +11,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Message, Score, ScoreStatus, Ticket, Trajectory
 
 
-def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
+def write(world: World, stream: str, content: str, rng: random.Random) -> bool:
     """Append one entry under an id of the server's; False where there is nothing to make it of.
 
     `garbage` and `text` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are
@@ -19,47 +19,47 @@ def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
     oldest allowed one, `old` of one before it, `nan` with logprobs that are no numbers; `nan_score` is a
     score without a finite value.
     """
-    fields = _fields(world, stream, what, rng)
+    fields = _fields(world, stream, content, rng)
     if fields is None:
         return False
     key = world.keys._key(stream) if ":eval" not in stream else f"{world.keys._key(stream[:-5])}:eval"
     world.history.is_foreign_now = True
     try:
-        flat = [part for pair in fields.items() for part in pair]
+        flat = [word for pair in fields.items() for word in pair]
         world.cluster.server.apply([[b"XADD", key.encode(), b"*", *flat]])
     finally:
         world.history.is_foreign_now = False
     return True
 
 
-def _fields(world: World, stream: str, what: str, rng: random.Random) -> dict[bytes, bytes] | None:
-    if what == "garbage":
+def _fields(world: World, stream: str, content: str, rng: random.Random) -> dict[bytes, bytes] | None:
+    if content == "garbage":
         return {b"v": b"1.0", b"p": rng.randbytes(20)}
-    if what == "text":
+    if content == "text":
         return {b"hello": b"world"}
-    if what == "copied":
-        known = [record for record in world.history.of(stream) if not record.is_foreign]
-        return dict(rng.choice(known[-4:]).fields) if known else None
-    message = _poison(world, what, rng)
+    if content == "copied":
+        records = [record for record in world.history.of(stream) if not record.is_foreign]
+        return dict(rng.choice(records[-4:]).fields) if records else None
+    message = _poison(world, content, rng)
     return None if message is None else codec.encode(message)
 
 
-def _poison(world: World, what: str, rng: random.Random) -> Message | None:
+def _poison(world: World, content: str, rng: random.Random) -> Message | None:
     """A message for a ticket that was issued lately."""
     tickets = [record for record in world.history.of("prompts") if not record.is_foreign]
     if not tickets:
         return None
     ticket = codec.decode(rng.choice(tickets[-4:]).fields, Ticket)
-    if what in ("old", "ahead"):
+    if content in ("old", "ahead"):
         ticket = codec.decode(tickets[-1].fields, Ticket)
     index = rng.randrange(ticket.group_size)
-    if what == "nan_score":
+    if content == "nan_score":
         return Score.model_construct(
             ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan")
         )
     num_commits = len(world.history.of("commits"))
     versions = {"future": num_commits + 3, "ahead": num_commits + 2, "twin": ticket.min_version}
-    version = versions.get(what, max(0, ticket.min_version - 1))
+    version = versions.get(content, max(0, ticket.min_version - 1))
     ids = np.array([rng.randrange(32) for _ in range(4)], np.int32)
     return Trajectory(
         ticket=ticket.ticket,
@@ -72,7 +72,7 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
         ground_truth=ticket.ground_truth,
         extra=ticket.extra,
         completion_ids=ids,
-        logprobs=np.full(4, np.nan if what == "nan" else -1.0, np.float32),
+        logprobs=np.full(4, np.nan if content == "nan" else -1.0, np.float32),
         spans=((version, 0),),
         finish="stop",
         text=text_of_tokens(ids),

@@ -21,7 +21,7 @@ def tree() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_planted_bug_is_seen(tree: Path, name: str) -> None:
-    (mutant,) = [one for one in PLANTED if one.name == name]
+    (mutant,) = [mutant for mutant in PLANTED if mutant.name == name]
     outcome = examine(mutant, tree, NUM_SCHEDULES)
     assert outcome.problem and 0 < outcome.num_schedules <= NUM_SCHEDULES, outcome
 

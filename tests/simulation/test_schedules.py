@@ -7,7 +7,9 @@ from tests.simulation.known import KNOWN
 from tests.simulation.run import run
 from tests.simulation.schedule import Schedule
 
-FIRST_SEED, NUM_SEEDS, BATCH = 0, 200, 10
+FIRST_SEED = 0
+NUM_SEEDS = 200
+BATCH = 10
 
 
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS, BATCH))

@@ -15,7 +15,8 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
 
 KEYS = Keys("sim")
-STREAM, SCORES = KEYS.trajectories().encode(), KEYS.scores().encode()
+STREAM = KEYS.trajectories().encode()
+SCORES = KEYS.scores().encode()
 PROCESS: Any = SimpleNamespace(name="w")
 
 

@@ -54,10 +54,10 @@ def test_a_seed_gives_the_same_commands_at_the_same_times() -> None:
 
 def test_another_process_with_other_hashes_gives_them_too() -> None:
     command = [sys.executable, "-c", DIGEST_OF.format(3)]
-    found = subprocess.run(
+    process = subprocess.run(
         command, cwd=REPO, env=os.environ | {"PYTHONHASHSEED": "5"}, capture_output=True, text=True
     )
-    assert found.stdout.strip() == run(schedule_of(3)).digest, found.stderr
+    assert process.stdout.strip() == run(schedule_of(3)).digest, process.stderr
 
 
 def test_a_sleeper_does_no_harm() -> None:
@@ -65,18 +65,18 @@ def test_a_sleeper_does_no_harm() -> None:
     assert (verdict.problem, verdict.faults["freeze"]) == ("", 1)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
+def without(monkeypatch: pytest.MonkeyPatch, script: str, text: str) -> None:
     """Take a part out of a Lua script."""
-    known = tidemill.common.redis.broker._script
+    load_script = tidemill.common.redis.broker._script
 
     def changed(name: str) -> tuple[str, str]:
         import hashlib
 
-        source, sha = known(name)
+        source, sha = load_script(name)
         if name != script:
             return source, sha
-        assert part in source
-        source = source.replace(part, "")
+        assert text in source
+        source = source.replace(text, "")
         return source, hashlib.sha1(source.encode()).hexdigest()
 
     for module in (tidemill.common.redis.broker, cluster, faults, script_check, watch):

@@ -85,15 +85,15 @@ class Made:
     """All weights that were reported for each token: an engine that was frozen may report others later."""
     lengths: set[int] = field(default_factory=set)
 
-    def add(self, found: Generation, engine: Any) -> None:
-        num_tokens = len(found.token_ids)
-        self.longest = max(self.longest, found, key=lambda one: len(one.token_ids))
+    def add(self, generation: Generation, engine: Any) -> None:
+        num_tokens = len(generation.token_ids)
+        self.longest = max(self.longest, generation, key=lambda candidate: len(candidate.token_ids))
         self.lengths.add(num_tokens)
         self.weights += [set() for _ in range(num_tokens - len(self.weights))]
-        ends = [*(start for _, start in found.spans[1:]), num_tokens]
-        for (version, start), end in zip(found.spans, ends, strict=True):
-            for place in range(start, end):
-                self.weights[place].add(weights_of(engine, version))
+        ends = [*(start for _, start in generation.spans[1:]), num_tokens]
+        for (version, start), end in zip(generation.spans, ends, strict=True):
+            for position in range(start, end):
+                self.weights[position].add(weights_of(engine, version))
 
     def lengths_in(
         self, ids: Any, logprobs: Any, kept: Rows | None, versions: Sequence[Weights] | None
@@ -164,8 +164,8 @@ class Watch:
                     f"pair: sample {sample.key} was trained with the reward {sample.reward} of other tokens; "
                     f"its own is {expected}"
                 )
-            given = (KEPT, sample.kept), (ROUTES, sample.routes and Rows(sample.routes[0].experts))
-            choices = {name: rows for name, rows in given if rows}
+            recorded = (KEPT, sample.kept), (ROUTES, sample.routes and Rows(sample.routes[0].experts))
+            choices = {name: rows for name, rows in recorded if rows}
             if not self.has_strangers and not self.is_made(sample, sample.rollout_logprobs, choices):
                 self.broken.append(
                     f"made: sample {sample.key} is trained, and no engine has made it like this"
@@ -173,8 +173,8 @@ class Watch:
 
     def pending_of(self, policy: Any) -> dict[Key, bytes]:
         """What was accumulated since the last update: completion ids of each sample."""
-        found: dict[Key, bytes] = vars(policy).setdefault("watched", {})
-        return found
+        accumulated: dict[Key, bytes] = vars(policy).setdefault("watched", {})
+        return accumulated
 
     def updated(self, digest: str, samples: dict[Key, bytes]) -> None:
         """These samples have become weights with this digest."""
@@ -197,11 +197,11 @@ class Watch:
 
     def takes(self, join: Any, entry: Any, before: tuple[int, float]) -> None:
         """An entry was joined with its group: what is read a second time is not counted a second time."""
-        place = isinstance(entry.message, Trajectory), entry.entry_id
-        places = vars(join).setdefault("watched_places", set())
-        if place in places and self.counted(join, entry) != before:
+        entry_read = isinstance(entry.message, Trajectory), entry.entry_id
+        entries_read = vars(join).setdefault("watched_places", set())
+        if entry_read in entries_read and self.counted(join, entry) != before:
             self.broken.append(f"count: {entry.entry_id} of {entry.message.key} is counted twice")
-        places.add(place)
+        entries_read.add(entry_read)
 
     def evaluates(self, version: int) -> None:
         """Check that an evaluation that begins is not on record."""
@@ -215,13 +215,14 @@ class Watch:
 
     def generates(self, request_id: str) -> None:
         """An engine begins with a sample, or with a later turn of one."""
-        lane, ticket, index, *rest = request_id.split("-")
+        lane, ticket, index, *suffixes = request_id.split("-")
         key = lane, (int(ticket), int(index))
         self.num_generated += 1
-        is_later_turn = any(part.startswith("t") for part in rest)
+        is_later_turn = any(suffix.startswith("t") for suffix in suffixes)
         self.num_again += key in self._begun and not is_later_turn
         self._begun.add(key)
-        record, owner = self.published.get(key), OWNER.get(self.world.loop.world)
+        record = self.published.get(key)
+        owner = OWNER.get(self.world.loop.world)
         is_copied = (lane, int(ticket)) in self.copied
         if record is None or record.is_lost or is_copied or self.world.was_emptied:
             return
@@ -248,7 +249,8 @@ class Watch:
 
     def holds(self, follower: Any) -> None:
         """A worker publishes: its engine holds the weights that its follower says."""
-        held, engine = follower._held, follower.engine
+        held = follower._held
+        engine = follower.engine
         if held is None or held.version != engine.version:
             return
         _, digest = weights_of(engine, held.version)
@@ -264,20 +266,21 @@ class Watch:
         if lane.num_held != num_at_work:
             self.broken.append(f"slots: {lane.num_held} are taken, and {num_at_work} samples are at work")
 
-    def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
+    def makes(self, engine: Any, request: Any, key: int, generation: Generation) -> Generation:
         """Give what an engine has generated so far logprobs and choices that no other token gets. An engine
         that filters is also a mixture of experts."""
-        num_prompt, num_tokens = len(request.prompt_ids), len(found.token_ids)
-        names = [(key + place) % NUM_NAMES for place in range(num_tokens)]
+        num_prompt = len(request.prompt_ids)
+        num_tokens = len(generation.token_ids)
+        names = [(key + position) % NUM_NAMES for position in range(num_tokens)]
         choices = {}
-        if found.choices:
-            choices[KEPT] = Rows.of_lists(list(zip(found.token_ids, names, strict=True)))
+        if generation.choices:
+            choices[KEPT] = Rows.of_lists(list(zip(generation.token_ids, names, strict=True)))
             routed = np.arange(request.sampling.num_routed, num_prompt + num_tokens - 1)
             choices[ROUTES] = Rows(_routes_named(key % NUM_NAMES - num_prompt + routed))
-        found = replace(found, logprobs=[-1.0 - n / 2**20 for n in names], choices=choices)
-        known = self._made.setdefault(_bytes(request.prompt_ids), {}).setdefault(key, Made(found))
-        known.add(found, engine)
-        return found
+        generation = replace(generation, logprobs=[-1.0 - n / 2**20 for n in names], choices=choices)
+        generations = self._made.setdefault(_bytes(request.prompt_ids), {}).setdefault(key, Made(generation))
+        generations.add(generation, engine)
+        return generation
 
     def is_made(
         self,
@@ -288,35 +291,39 @@ class Watch:
     ) -> bool:
         """Whether engines have generated the model's tokens in a sample from exactly the tokens before them,
         with these logprobs, choices and weights."""
-        ids, num_tokens = np.concatenate([sample.prompt_ids, sample.completion_ids]), len(logprobs)
-        first, kept = len(ids) - num_tokens, choices.get(KEPT)
+        ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
+        num_tokens = len(logprobs)
+        first = len(ids) - num_tokens
+        kept = choices.get(KEPT)
         if choices and not (
             ROUTES in choices
             and np.array_equal(choices[ROUTES].values, _routes_of(first, sample.mask, logprobs))
         ):
             return False
-        places, reached = [0], {0}
-        while places and num_tokens not in reached:
-            place = places.pop()
+        positions = [0]
+        reached = {0}
+        while positions and num_tokens not in reached:
+            position = positions.pop()
             lengths = {1}
-            if sample.mask[place]:
-                made = self._made.get(_bytes(ids[: first + place]), {}).values()
-                asked = (sample.completion_ids, logprobs, kept, versions)
-                rest = [one if one is None else one[place:] for one in asked]
-                lengths = set().union(*(one.lengths_in(*rest) for one in made))
-            places += [place + n for n in lengths if place + n not in reached]
-            reached |= {place + n for n in lengths}
+            if sample.mask[position]:
+                generations = self._made.get(_bytes(ids[: first + position]), {}).values()
+                asked = []
+                for values in (sample.completion_ids, logprobs, kept, versions):
+                    asked.append(None if values is None else values[position:])
+                lengths = set().union(*(generation.lengths_in(*asked) for generation in generations))
+            positions += [position + n for n in lengths if position + n not in reached]
+            reached |= {position + n for n in lengths}
         return num_tokens in reached
 
     # Leases.
 
     def given(self, consumer: str, key: str, entry_id: bytes, is_readable: bool) -> None:
         """A consumer gets an entry, and knows that it has it."""
-        place = consumer.encode(), key.encode(), parse_id(entry_id)
+        entry = consumer.encode(), key.encode(), parse_id(entry_id)
         if is_readable:
-            self._idle.discard(place)
+            self._idle.discard(entry)
         else:
-            self._idle.add(place)
+            self._idle.add(entry)
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
         """A command is about to be applied; what is returned is called with its replies."""
@@ -342,7 +349,8 @@ class Watch:
             before = dict(server.space.values.get(fields[5], {}))
             return lambda replies: self._kept(server, fields, holder, before, replies)
         elif name in SETTLING:
-            held, parts = self._holders(server, fields[3]), dict(server.space.values.get(fields[6], {}))
+            held = self._holders(server, fields[3])
+            parts = dict(server.space.values.get(fields[6], {}))
 
             def answered(replies: list[Any]) -> None:
                 gone = held.keys() - self._holders(server, fields[3])
@@ -401,14 +409,16 @@ class Watch:
         (reply,) = replies
         if reply not in (1, 2) or not parts:
             return
-        left = [name for name in server.space.values.get(fields[6], {}) if name.startswith(fields[10] + b":")]
-        if left:
-            self.broken.append(f"left: parts {left} of a sample that is published")
+        leftovers = [
+            name for name in server.space.values.get(fields[6], {}) if name.startswith(fields[10] + b":")
+        ]
+        if leftovers:
+            self.broken.append(f"left: parts {leftovers} of a sample that is published")
         claims = ClaimStore(self.world.folder / self.world.run_id)
         sample = claims.resolve(codec.decode({b"v": fields[-2], b"p": fields[-1]}, Trajectory))
         assert isinstance(sample, Trajectory)
         play = read_play(parts, sample.index, sample.prompt_ids, claims.get)
-        recorded = [token for part in play.parts for token in part.token_ids.tolist()]
+        recorded = [token for recorded_part in play.parts for token in recorded_part.token_ids.tolist()]
         is_begun_with = sample.completion_ids[sample.mask][: len(recorded)].tolist() == recorded
         keepers = {self._kept_by[fields[6], b"%d:%d" % (sample.index, n)] for n in range(len(play.parts))}
         self.num_resumed += is_begun_with and bool(keepers - {fields[8]})
@@ -429,8 +439,9 @@ class Watch:
             if (consumer, key, parse_id(entry_id)) in self._idle:
                 continue
             # A holder that has lost an entry no longer works on it, even if Redis has lost the takeover.
-            had_lost, given = (holder.name, key, entry_id), (taker.name, key, entry_id)
-            self._lost.discard(given)
+            had_lost = (holder.name, key, entry_id)
+            taken_over = (taker.name, key, entry_id)
+            self._lost.discard(taken_over)
             if had_lost in self._lost:
                 continue
             self._lost.add(had_lost)
@@ -456,7 +467,8 @@ class Watch:
     def _trimmed(self, fields: Fields, replies: list[Any]) -> None:
         """Check that all trimmed entries were there when the trim was decided: none has such an id later."""
         (reply,) = replies
-        name, below = self.world.keys.name_of(fields[3].decode()), parse_id(fields[5])
+        name = self.world.keys.name_of(fields[3].decode())
+        below = parse_id(fields[5])
         marked_at = self._marked_at.get(fields[7], self.world.loop.now)
         if isinstance(reply, RedisError) or reply <= 0 or name not in ("trajectories", "scores"):
             return

@@ -114,7 +114,8 @@ class World:
         """Let a frozen process go on, which does not notice the time between."""
         if not process.is_dead and process.is_frozen:
             self.tell(process.name, "wakes up")
-            process.is_frozen, process.woken_at = False, self.loop.now
+            process.is_frozen = False
+            process.woken_at = self.loop.now
             process.disturbed_at = max(process.disturbed_at, self.loop.now)
             self.loop.resume(process)
 
@@ -140,7 +141,8 @@ class World:
         task.add_done_callback(ended)
 
     def _note_end(self, process: Process, code: int, error: BaseException | None) -> None:
-        process.is_dead, process.code = True, code
+        process.is_dead = True
+        process.code = code
         self.loop.drop(process)
         self.cluster.disconnect(process)
         self.disk.free_locks(process)

@@ -368,7 +368,7 @@ class TestWorkerLoop:
             worker.lane.slots = Heard()
             delivery = await worker.fetch()
             play = new_play(delivery.message.prompt_ids)
-            await worker.lane._generate_sample(delivery, play, 0, worker.follower.history, {})
+            await worker.lane._generate_sample(delivery, play, 0, worker.follower.history, {}, ())
         assert heard == [(32, 64), (64, 0), (64, 96), (32, 32)]
 
 
@@ -632,7 +632,7 @@ class TestLostHistory:
                 """Begin a sample whose group passed the wait for its version before the load."""
                 play = new_play(delivery.message.prompt_ids)
                 history = worker.follower.history
-                return asyncio.create_task(worker.lane._generate_sample(delivery, play, 0, history, {}))
+                return asyncio.create_task(worker.lane._generate_sample(delivery, play, 0, history, {}, ()))
 
             async def load_late(*arguments: Any) -> Any:
                 begun.append(begin())

@@ -94,7 +94,8 @@ async def test_two_forks_draw_different_numbers(server: ForkServer, tmp_path: Pa
     for log in logs:
         assert await start(server, log) is not None
     await wait_until(lambda: all(log.exists() and log.read_text().endswith("\n") for log in logs))
-    first, second = (json.loads(log.read_text()) for log in logs)
+    first = json.loads(logs[0].read_text())
+    second = json.loads(logs[1].read_text())
     for library, number, other_number in zip(("torch", "random", "numpy"), first, second, strict=True):
         assert number != other_number, library
 

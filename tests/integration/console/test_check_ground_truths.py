@@ -83,7 +83,8 @@ def test_check_prints_what_the_reward_gets(examine: Any) -> None:
     ]
     lines = describe(findings)
     first = lines.index(("reward gets", "ground_truth: 42 (int)"))
-    note, _ = [note for note in findings.notes if "ground truth" in note]
+    notes = [note for note in findings.notes if "ground truth" in note]
+    note, _ = notes
     assert note.startswith("train: "), "the other is of the evaluation set; the function is not called"
     assert "null in 1 (first:" in note and "train.jsonl line 2" in note
     assert lines[first + 1 : first + 3] == [("", line) for line in findings.gets[1:]]

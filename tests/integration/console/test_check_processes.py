@@ -48,15 +48,15 @@ class TestReward:
             check("return {}['no such key']", True)
 
     @pytest.mark.parametrize(
-        ("body", "what"),
+        ("body", "argument"),
         [
             ("return 0.0 if not solution_str else {}['score']", "its ground truth as completion"),
             ("return 0.0 if solution_str in ('', ground_truth) else None", "its prompt as completion"),
         ],
     )
-    def test_a_function_that_fails_on_any_text_of_a_model_is_a_mistake(self, check, body, what):
+    def test_a_function_that_fails_on_any_text_of_a_model_is_a_mistake(self, check, body, argument):
         """On an empty completion it returns early."""
-        with pytest.raises(ConfigError, match=f"called with {what}, it gave no score"):
+        with pytest.raises(ConfigError, match=f"called with {argument}, it gave no score"):
             check(body, True)
 
 

@@ -43,7 +43,9 @@ class Stage:
     """A supervisor over small Python programs, and what it said."""
 
     def __init__(self, folder: Path, guard: Guard, programs: dict[str, str], grace_s: float = 20.0) -> None:
-        self.folder, self.events, self.is_finished = folder, list[str](), True
+        self.folder = folder
+        self.events = list[str]()
+        self.is_finished = True
         specs = [
             ServiceSpec(name, name, (sys.executable, "-u", "-c", program), ends_run=name == "trainer")
             for name, program in programs.items()
@@ -287,7 +289,8 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
         "    print('ready', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    (socket_folder := tmp_path / "socket").mkdir()
+    socket_folder = tmp_path / "socket"
+    socket_folder.mkdir()
     process = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, str(console), str(socket_folder)],
         stdout=subprocess.PIPE,

@@ -306,17 +306,17 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("what", IMPORTS)
-def test_what_must_be_quick_imports_no_model_and_nothing_that_it_does_not_need(config, what):
-    code, unwanted = IMPORTS[what]
+@pytest.mark.parametrize("command", IMPORTS)
+def test_what_must_be_quick_imports_no_model_and_nothing_that_it_does_not_need(config, command):
+    code, unwanted = IMPORTS[command]
     program = (
         "import sys, contextlib, io\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         f"    {code.replace('CONFIG', str(config))}\n"
         "print(*sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    words = [sys.executable, "-c", program]
+    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     modules = set(result.stdout.split())
     assert any(name.startswith("tidemill.services") for name in modules) and not unwanted & modules

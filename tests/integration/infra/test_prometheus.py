@@ -129,9 +129,13 @@ def test_every_reason_is_needed() -> None:
 def reason_of(promql: str) -> str:
     """Why an expression has no data here; empty where it must have some."""
     names = metric_names(promql)
-    reasons = [why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)]
-    reasons += [why for label, why in EMPTY_LABELS.items() if label in promql]
-    return reasons[0] if reasons else ""
+    for pattern, reason in EMPTY.items():
+        if any(re.match(pattern, name) for name in names):
+            return reason
+    for label, reason in EMPTY_LABELS.items():
+        if label in promql:
+            return reason
+    return ""
 
 
 @asynccontextmanager

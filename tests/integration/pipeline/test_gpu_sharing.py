@@ -84,7 +84,8 @@ async def test_two_that_always_have_work_take_turns(tmp_path: Path) -> None:
 
 async def test_who_is_alone_keeps_the_device_and_who_is_idle_hands_it_over(tmp_path: Path) -> None:
     device = Device()
-    busy, rare = (device.gate(name, tmp_path / "device-0", 3600.0) for name in ("busy", "rare"))
+    busy = device.gate("busy", tmp_path / "device-0", 3600.0)
+    rare = device.gate("rare", tmp_path / "device-0", 3600.0)
     busy.start()
     rare.start()
     for _ in range(5):

@@ -55,7 +55,8 @@ class StandingModel:
     """A model whose device stands still until it is let go: what a real one cannot be made to do."""
 
     def __init__(self, model: ScoringModel) -> None:
-        self.inner, self.batches = model, []  # type: ignore[var-annotated]
+        self.inner = model
+        self.batches = []  # type: ignore[var-annotated]
         self.go = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         self.fails_on = 0
@@ -255,7 +256,8 @@ async def test_a_score_that_is_no_number_fails_in_words(model: ScoringModel, pat
             ]
 
     async with batching(Overflowing(model)) as batcher, client_of(model, path, batcher) as client:
-        bad, good = [await client.post("/classify", json={"input": [5] * length}) for length in (7, 6)]
+        bad = await client.post("/classify", json={"input": [5] * 7})
+        good = await client.post("/classify", json={"input": [5] * 6})
     assert (bad.status_code, good.status_code) == (500, 200) and "7 tokens" in bad.json()["error"]["message"]
 
 
@@ -359,7 +361,8 @@ def test_scores_equal_a_plain_forward_pass_and_rows_do_not_see_each_other(tmp_pa
 def test_the_last_token_counts_also_where_it_is_the_padding_id(tmp_path: Path) -> None:
     path = tiny_classifier(tmp_path / "model", pad_token_id=1, eos_token_id=1)
     model = ScoringModel(ServerOptions(model=str(path)))
-    (ended,), (cut,) = model.score([[5, 6, 7, 1]]), model.score([[5, 6, 7]])
+    (ended,) = model.score([[5, 6, 7, 1]])
+    (cut,) = model.score([[5, 6, 7]])
     unpadded = AutoModelForSequenceClassification.from_pretrained(path)
     unpadded.config.pad_token_id = None
     assert (ended - plain(unpadded, [5, 6, 7, 1])).abs().max() < TOLERANCE

@@ -201,7 +201,7 @@ async def test_a_call_that_ends_its_process_fails_alone(tmp_path, name, wait, de
 
 
 @pytest.mark.parametrize(
-    ("name", "stuck", "limit_s", "other", "other_limit_s"),
+    ("name", "stuck", "limit_s", "quick", "quick_limit_s"),
     [
         ("plain", HANG, 1.0, "time.sleep(3)", 60.0),
         ("plain", HOLDS_THE_LOCK, 5.0, WAIT, 5.0),
@@ -210,10 +210,10 @@ async def test_a_call_that_ends_its_process_fails_alone(tmp_path, name, wait, de
     ],
 )
 async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_run(
-    tmp_path, name, stuck, limit_s, other, other_limit_s
+    tmp_path, name, stuck, limit_s, quick, quick_limit_s
 ):
     async with crowded(tmp_path, name) as pool:
-        calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
+        calls = [pool.score(stuck, limit_s), *(pool.score(quick, quick_limit_s) for _ in range(7))]
         late, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(late, AttemptError) and late.is_timeout
         assert [type(outcome) for outcome in others] == [RewardOutcome] * 7

@@ -83,7 +83,8 @@ class Service:
     def __init__(self, folder: Path, reward: str, *words: str, run_id: str = "served", **env: str) -> None:
         (folder / "functions.py").write_text(FUNCTIONS)
         (folder / "rewards.yaml").write_text(f"reward: {{{reward}}}\nstreams: {{lease_s: 1.0}}\n")
-        self.folder, self.port = folder, free_port()
+        self.folder = folder
+        self.port = free_port()
         self.words = ["--run-id", run_id, "--port", str(self.port), *words]
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
         self.env |= {"TIDEMILL_RUNS_DIR": str(folder / "runs"), "OMP_NUM_THREADS": "1", **env}

@@ -74,16 +74,17 @@ async def test_sessions_keep_their_state_in_one_process_each_and_blocking_does_n
 async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(closing, tmp_path):
     options = {"folder": str(tmp_path)}
     async with opened(use=f"{closing}:Mine", options=options, call_timeout_s=4.0, processes=1) as stage:
-        stuck, other = [await stage.open(ROW) for _ in range(2)]
+        stuck = await stage.open(ROW)
+        healthy = await stage.open(ROW)
         await stuck.reset(ROW | {"name": "stuck"})
-        await other.reset(ROW | {"name": "other"})
+        await healthy.reset(ROW | {"name": "other"})
         (old,) = pids_of(stage)
         with pytest.raises(EnvironmentFaultError, match="step took longer than 4 s"):
             await stuck.step("hang")
-        assert (await other.step("x")).messages
+        assert (await healthy.step("x")).messages
         replaced = await stage.open(ROW)
         assert set(pids_of(stage)) > {old}
-        await other.close()
+        await healthy.close()
         assert (tmp_path / "other").exists() and old not in pids_of(stage)
         await replaced.close()
 

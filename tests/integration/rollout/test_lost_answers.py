@@ -25,7 +25,8 @@ from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import Parsed
 
-anthropic, openai = late("anthropic"), late("openai")
+anthropic = late("anthropic")
+openai = late("openai")
 
 CHAT = ByteChat()
 SLOW_S = 0.06

@@ -339,7 +339,8 @@ async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tm
         assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
         await assert_nothing_lost(run.broker, run.keys, 3 * 4)
         entries = await read_raw(run.broker, run.keys.trajectories())
-        pointers = [c.pointer for _, fields in entries if (c := codec.decode(fields, Trajectory).claim)]
+        claims = [codec.decode(fields, Trajectory).claim for _, fields in entries]
+        pointers = [claim.pointer for claim in claims if claim]
         assert len(pointers) == len(entries) > 0
         assert all(pointer.startswith(f"s3://bucket/run/{run.keys.run_id}/claims/") for pointer in pointers)
         assert not (run.run_dir / "claims").exists()

@@ -249,7 +249,8 @@ async def test_tools_of_an_mcp_environment_are_called_by_their_action(serve_game
     lines = [call_line("act", tool_name="add", arguments={"a": 2, "b": 5}), call_line("act"), "That is all."]
     with serve_game("tools") as use:
         played = await play(use, *lines, options={"action_schema": schema})
-    added, refused = (message["content"] for message in played.session.messages if message["role"] == "tool")
+    answers = [message["content"] for message in played.session.messages if message["role"] == "tool"]
+    added, refused = answers
     assert json.loads(added)["result"]["data"] == 7
     assert "tool_name: Field required" in refused
 

@@ -74,10 +74,15 @@ def make_requests(
     name: str, count: int, prompt_tokens: int = 12, **sampling: float
 ) -> list[GenerationRequest]:
     params = SamplingParams.model_validate({"max_tokens": 24} | sampling)
-    return [
-        GenerationRequest(f"{name}{i}", [6 + (i * 17 + j * 29) % 250 for j in range(prompt_tokens)], params)
-        for i in range(count)
-    ]
+    requests = []
+    for i in range(count):
+        prompt_ids = [6 + (i * 17 + j * 29) % 250 for j in range(prompt_tokens)]
+        requests.append(GenerationRequest(f"{name}{i}", prompt_ids, params))
+    return requests
+
+
+def versions_of(generation: Generation) -> tuple[int, ...]:
+    return tuple(version for version, _ in generation.spans)
 
 
 async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -154,7 +159,7 @@ async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled
         assert engine.version == update.version == version
         assert 0.0 < update.paused_s < update.load_s
         results = await asyncio.gather(*running)
-        kinds = {tuple(label for label, _ in result.spans) for result in results}
+        kinds = {versions_of(result) for result in results}
         assert (version - 1, version) in kinds, "no request was under way: nothing is tested"
         assert (version,) in kinds, "no request was waiting: nothing is tested"
         assert_parity(requests, results)

@@ -53,7 +53,9 @@ def plain_logprobs(model: PreTrainedModel, sample: Sample) -> np.ndarray:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
     samples = make_relatives(12)
-    dtype, tolerance = (torch.float32, 1e-4) if family in FLOAT32_ONLY else (torch.float64, 1e-6)
+    is_coarse = family in FLOAT32_ONLY
+    dtype = torch.float32 if is_coarse else torch.float64
+    tolerance = 1e-4 if is_coarse else 1e-6
     policy = make_policy(dtype, model=make_model(family))
     chosen = policy.layout
     policy.layout = "padded"

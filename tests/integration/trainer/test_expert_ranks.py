@@ -222,8 +222,9 @@ def test_a_state_goes_through_all_layouts_and_back_bit_by_bit(of_four, folder):
     assert {digest_of_rank for digest_of_rank, _ in others} == {digest}
     assert others[-1][1] == norm
     assert [norm_of_rank for _, norm_of_rank in others] == pytest.approx([norm] * len(others), rel=1e-9)
-    first, *states = (read_policy_state(folder / f"state-{number}") for number in range(len(LAYOUTS) + 1))
-    for state in states:
+    first = read_policy_state(folder / "state-0")
+    for number in range(1, len(LAYOUTS) + 1):
+        state = read_policy_state(folder / f"state-{number}")
         assert state.values == first.values and state.tensors.keys() == first.tensors.keys()
         assert all(torch.equal(state.tensors[name], tensor) for name, tensor in first.tensors.items())
 

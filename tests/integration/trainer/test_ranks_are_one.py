@@ -197,12 +197,16 @@ def test_each_rank_receives_its_own_samples_alone(tmp_path):
     assert max(received) < 0.4 * whole and sum(received) < 0.85 * whole
 
 
+def reference_logprobs(columns):
+    return columns["reference_logprobs"].tolist()
+
+
 def precomputed(ranks: Ranks, model: PreTrainedModel) -> list[list[Any]]:
     """Of one group's samples, alone and among those of others."""
     policy = policy_on(ranks, model, config_of("all sums", num_ranks=2), dtype=torch.float32)
     samples = [changed(sample, key=(n // 4, n % 4)) for n, sample in enumerate(make_relatives(16))]
     results = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
-    return [[columns["reference_logprobs"].tolist() for columns in parts] for parts in results]
+    return [list(map(reference_logprobs, columns)) for columns in results]
 
 
 def test_a_groups_numbers_are_the_same_bits_whichever_groups_come_with_it(tmp_path):
@@ -250,7 +254,8 @@ def half_of_two(tmp_path_factory):
 
 @pytest.mark.parametrize("family", IN_HALF)
 def test_in_bfloat16_ranks_round_where_one_does(family, half_of_two):
-    exact, one_rank = (in_dtype(None, dtype, [family])[family] for dtype in (torch.float32, torch.bfloat16))
+    exact = in_dtype(None, torch.float32, [family])[family]
+    one_rank = in_dtype(None, torch.bfloat16, [family])[family]
     for mine, of_two, true, allowed in zip(half_of_two[family], one_rank, exact, (0.05, 0.4), strict=True):
         # Gradients are rounded in each pass, and passes have other samples.
         assert (mine - of_two).norm() < allowed * (of_two - true).norm()

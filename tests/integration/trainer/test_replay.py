@@ -68,7 +68,10 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path):
         step = tidemill(tmp_path, "step", str(BUGGY_STEP), "bad", "--json", url=server.url)
         assert step.returncode == 0, step.stderr
         groups = json.loads(step.stdout)["groups"]
-        negative = {g["ticket"] for g in groups if any(s["reward"] < 0.0 for s in g["samples"])}
+        negative = set()
+        for group in groups:
+            if any(sample["reward"] < 0.0 for sample in group["samples"]):
+                negative.add(group["ticket"])
         assert negative == {ticket.ticket}, "the step shows whose rewards have the wrong sign"
 
         trace = tidemill(tmp_path, "trace", match[1], "bad", "--json", url=server.url)

@@ -15,9 +15,12 @@ from tidemill.services.trainer.batch.demonstrations import Demonstration, load_d
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import make_sample
 
-CHATS = [
-    {"messages": said(*(f"w{n} w{(n * k) % 25}" for k in range(1, 3 + 2 * (n % 3))))} for n in range(1, 9)
-]
+
+def turns_of(n):
+    return [f"w{n} w{(n * k) % 25}" for k in range(1, 3 + 2 * (n % 3))]
+
+
+CHATS = [{"messages": said(*turns_of(n))} for n in range(1, 9)]
 TEXTS = [{"prompt": f"w{n} " * (1 + n % 3), "completion": "w9 " * (n % 4) + f"w{n}"} for n in range(1, 9)]
 ANSWERS = [
     {"prompt": chat["messages"][:-1], "completion": chat["messages"][-1:]}

@@ -123,7 +123,8 @@ def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
         assert policy.update(6.0).grad_norm == pytest.approx(alone.update(6.0).grad_norm, rel=0.02)
     assert start.startswith(first.digest) and values(verified_files(run, first)) == values([full])
     assert second.is_delta and len(second.files) == num_ranks
-    base, *deltas = [verified_files(run, link) for link in read_chain(run, second)]
+    chain = [verified_files(run, link) for link in read_chain(run, second)]
+    base, *deltas = chain
     (tmp_path / "whole").mkdir()
     paths = write_whole(base, deltas, tmp_path / "whole")
     check_whole(paths, second)

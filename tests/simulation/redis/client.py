@@ -53,7 +53,7 @@ def deliver(
     """What a server does with commands that have arrived."""
     if is_atomic or len(unit) > 1:
         parts = [unit] if is_atomic else [[fields] for fields in unit]
-        answer([reply for part in parts for reply in server.apply(part)])
+        answer([reply for commands in parts for reply in server.apply(commands)])
         return
     fields, block_s = without_block(unit[0])
     (reply,) = server.apply([fields])
@@ -116,4 +116,4 @@ def packed(command: Sequence[Any]) -> Fields:
 
 
 def _words(name: str) -> Fields:
-    return [name.encode()] if " " not in name else [part.encode() for part in name.split()]
+    return [name.encode()] if " " not in name else [word.encode() for word in name.split()]

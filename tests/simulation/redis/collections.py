@@ -8,18 +8,18 @@ from tests.simulation.redis.keyspace import Arguments, Keyspace, SortedSet, comm
 
 @command("HSET")
 def _hset(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict, make=True)
-    before = len(found)
-    found.update(zip(args[1::2], args[2::2], strict=True))
-    return len(found) - before
+    fields = space.get(args[0], dict, make=True)
+    before = len(fields)
+    fields.update(zip(args[1::2], args[2::2], strict=True))
+    return len(fields) - before
 
 
 @command("HSETNX")
 def _hsetnx(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict, make=True)
-    if args[1] in found:
+    fields = space.get(args[0], dict, make=True)
+    if args[1] in fields:
         return 0
-    found[args[1]] = args[2]
+    fields[args[1]] = args[2]
     return 1
 
 
@@ -30,13 +30,13 @@ def _hget(space: Keyspace, args: Arguments) -> Any:
 
 @command("HMGET")
 def _hmget(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict) or {}
-    return [found.get(name) for name in args[1:]]
+    fields = space.get(args[0], dict) or {}
+    return [fields.get(name) for name in args[1:]]
 
 
 @command("HGETALL")
 def _hgetall(space: Keyspace, args: Arguments) -> Any:
-    return [part for pair in (space.get(args[0], dict) or {}).items() for part in pair]
+    return [word for pair in (space.get(args[0], dict) or {}).items() for word in pair]
 
 
 @command("HKEYS")
@@ -61,43 +61,43 @@ def _hlen(space: Keyspace, args: Arguments) -> Any:
 
 @command("HDEL")
 def _hdel(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict)
-    if found is None:
+    fields = space.get(args[0], dict)
+    if fields is None:
         return 0
-    count = sum(found.pop(name, None) is not None for name in args[1:])
+    count = sum(fields.pop(name, None) is not None for name in args[1:])
     space.drop_if_empty(args[0])
     return count
 
 
 @command("HINCRBY")
 def _hincrby(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict, make=True)
-    value = number(found.get(args[1], b"0")) + number(args[2])
-    found[args[1]] = b"%d" % value
+    fields = space.get(args[0], dict, make=True)
+    value = number(fields.get(args[1], b"0")) + number(args[2])
+    fields[args[1]] = b"%d" % value
     return value
 
 
 @command("HINCRBYFLOAT")
 def _hincrbyfloat(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], dict, make=True)
-    found[args[1]] = shown(float(found.get(args[1], b"0")) + float(args[2]))
-    return found[args[1]]
+    fields = space.get(args[0], dict, make=True)
+    fields[args[1]] = shown(float(fields.get(args[1], b"0")) + float(args[2]))
+    return fields[args[1]]
 
 
 @command("SADD")
 def _sadd(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], set, make=True)
-    before = len(found)
-    found.update(args[1:])
-    return len(found) - before
+    members = space.get(args[0], set, make=True)
+    before = len(members)
+    members.update(args[1:])
+    return len(members) - before
 
 
 @command("SREM")
 def _srem(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], set) or set()
-    before = len(found)
-    found.difference_update(args[1:])
-    count = before - len(found)
+    members = space.get(args[0], set) or set()
+    before = len(members)
+    members.difference_update(args[1:])
+    count = before - len(members)
     space.drop_if_empty(args[0])
     return count
 
@@ -109,13 +109,17 @@ def _smembers(space: Keyspace, args: Arguments) -> Any:
 
 @command("ZADD")
 def _zadd(space: Keyspace, args: Arguments) -> Any:
-    key, rest, flags = args[0], args[1:], set[bytes]()
-    while rest and rest[0].upper() in (b"NX", b"XX", b"GT", b"LT", b"CH"):
-        flags.add(rest.pop(0).upper())
-    found = space.get(key, SortedSet, make=True)
-    added = changed = 0
-    for score_text, member in zip(rest[::2], rest[1::2], strict=True):
-        score, before = float(score_text), found.get(member)
+    key = args[0]
+    words = args[1:]
+    flags = set[bytes]()
+    while words and words[0].upper() in (b"NX", b"XX", b"GT", b"LT", b"CH"):
+        flags.add(words.pop(0).upper())
+    scores = space.get(key, SortedSet, make=True)
+    added = 0
+    changed = 0
+    for score_text, member in zip(words[::2], words[1::2], strict=True):
+        score = float(score_text)
+        before = scores.get(member)
         if (before is None and b"XX" in flags) or (before is not None and b"NX" in flags):
             continue
         if before is not None and (
@@ -124,15 +128,15 @@ def _zadd(space: Keyspace, args: Arguments) -> Any:
             continue
         added += before is None
         changed += before != score
-        found[member] = score
+        scores[member] = score
     space.drop_if_empty(key)
     return changed if b"CH" in flags else added
 
 
 @command("ZREM")
 def _zrem(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], SortedSet) or SortedSet()
-    count = sum(found.pop(member, None) is not None for member in args[1:])
+    scores = space.get(args[0], SortedSet) or SortedSet()
+    count = sum(scores.pop(member, None) is not None for member in args[1:])
     space.drop_if_empty(args[0])
     return count
 
@@ -150,47 +154,48 @@ def _zscore(space: Keyspace, args: Arguments) -> Any:
 
 @command("ZRANGE")
 def _zrange(space: Keyspace, args: Arguments) -> Any:
-    found = (space.get(args[0], SortedSet) or SortedSet()).in_order()
+    in_order = (space.get(args[0], SortedSet) or SortedSet()).in_order()
     last = number(args[2])
-    part = found[number(args[1]) : last + 1 if last != -1 else None]
+    chosen = in_order[number(args[1]) : last + 1 if last != -1 else None]
     if args[3:] and args[3].upper() == b"WITHSCORES":
-        return [item for member, score in part for item in (member, shown(score))]
-    return [member for member, _ in part]
+        return [item for member, score in chosen for item in (member, shown(score))]
+    return [member for member, _ in chosen]
 
 
 @command("ZRANGEBYSCORE")
 def _zrangebyscore(space: Keyspace, args: Arguments) -> Any:
-    found = (space.get(args[0], SortedSet) or SortedSet()).in_order()
+    in_order = (space.get(args[0], SortedSet) or SortedSet()).in_order()
     is_in = _between(args[1], args[2])
     if args[3:] and args[3].upper() == b"WITHSCORES":
-        return [item for member, score in found if is_in(score) for item in (member, shown(score))]
-    return [member for member, score in found if is_in(score)]
+        return [item for member, score in in_order if is_in(score) for item in (member, shown(score))]
+    return [member for member, score in in_order if is_in(score)]
 
 
 @command("ZREMRANGEBYSCORE")
 def _zremrangebyscore(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], SortedSet) or SortedSet()
+    scores = space.get(args[0], SortedSet) or SortedSet()
     is_in = _between(args[1], args[2])
-    gone = [member for member, score in found.items() if is_in(score)]
+    gone = [member for member, score in scores.items() if is_in(score)]
     for member in gone:
-        del found[member]
+        del scores[member]
     space.drop_if_empty(args[0])
     return len(gone)
 
 
 @command("ZPOPMIN")
 def _zpopmin(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], SortedSet)
-    if not found:
+    scores = space.get(args[0], SortedSet)
+    if not scores:
         return []
-    member, score = found.in_order()[0]
-    del found[member]
+    member, score = scores.in_order()[0]
+    del scores[member]
     space.drop_if_empty(args[0])
     return [member, shown(score)]
 
 
 def _between(low: bytes, high: bytes) -> Callable[[float], bool]:
-    least, most = float(low.lstrip(b"(")), float(high.lstrip(b"("))
+    least = float(low.lstrip(b"("))
+    most = float(high.lstrip(b"("))
     return lambda score: (
         (score > least if low.startswith(b"(") else score >= least)
         and (score < most if high.startswith(b"(") else score <= most)

@@ -36,15 +36,17 @@ def _group(space: Keyspace, key: bytes, name: bytes, suffix: str = "") -> tuple[
 
 @command("XREADGROUP")
 def _xreadgroup(space: Keyspace, args: Arguments) -> Any:
-    _, group_name, consumer, *rest = args
-    keys, positions = streams_of(rest)
-    count = option(rest[: -2 * len(keys)], b"COUNT")
-    limit, now, found = number(count) if count else None, space.now_ms(), []
+    _, group_name, consumer, *options = args
+    keys, positions = streams_of(options)
+    count = option(options[: -2 * len(keys)], b"COUNT")
+    limit = number(count) if count else None
+    now = space.now_ms()
+    answer = []
     for key, position in zip(keys, positions, strict=True):
         stream, group = _group(space, key, group_name, " in XREADGROUP with GROUP option")
         group.consumers[consumer] = now
         if position != b">":
-            found.append([key, _history(stream, group, consumer, parse_id(position), limit, now)])
+            answer.append([key, _history(stream, group, consumer, parse_id(position), limit, now)])
             continue
         entries = []
         for entry_id in stream.after(group.last_delivered, limit):
@@ -54,8 +56,8 @@ def _xreadgroup(space: Keyspace, args: Arguments) -> Any:
         if group.entries_read is not None:
             group.entries_read += len(entries)
         if entries:
-            found.append([key, entries])
-    return found or None
+            answer.append([key, entries])
+    return answer or None
 
 
 def _history(
@@ -64,7 +66,8 @@ def _history(
     """What the consumer holds already; it counts as delivered once more."""
     ids = [i for i in group.held() if i > after and group.pending[i].consumer == consumer][:limit]
     for held in (group.pending[i] for i in ids if i in stream.entries):
-        held.delivered_ms, held.num_deliveries = now, held.num_deliveries + 1
+        held.delivered_ms = now
+        held.num_deliveries = held.num_deliveries + 1
     return [stream.shown(i) if i in stream.entries else [text_of(i), None] for i in ids]
 
 
@@ -82,12 +85,17 @@ def _xpending(space: Keyspace, args: Arguments) -> Any:
     _, group = _group(space, args[0], args[1])
     if len(args) == 2:
         return _summary(group)
-    rest, least_idle = args[2:], 0
-    if rest[0].upper() == b"IDLE":
-        least_idle, rest = number(rest[1]), rest[2:]
-    first, last, count = first_of(rest[0]), last_of(rest[1]), number(rest[2])
-    only = rest[3] if len(rest) > 3 else None
-    now, rows = space.now_ms(), list[Any]()
+    options = args[2:]
+    least_idle = 0
+    if options[0].upper() == b"IDLE":
+        least_idle = number(options[1])
+        options = options[2:]
+    first = first_of(options[0])
+    last = last_of(options[1])
+    count = number(options[2])
+    only = options[3] if len(options) > 3 else None
+    now = space.now_ms()
+    rows = list[Any]()
     if first == last:  # the common question, about one entry
         ids = [first] if first in group.pending else []
     else:
@@ -120,16 +128,21 @@ def _summary(group: Group) -> list[Any]:
 @command("XCLAIM")
 def _xclaim(space: Keyspace, args: Arguments) -> Any:
     stream, group = _group(space, args[0], args[1])
-    consumer, least_idle, ids, place = args[2], number(args[3]), list[EntryId](), 4
-    while place < len(args) and args[place][:1].isdigit():
-        ids.append(parse_id(args[place]))
-        place += 1
-    options = args[place:]
-    flags, now = {item.upper() for item in options}, space.now_ms()
-    idle, retries = option(options, b"IDLE"), option(options, b"RETRYCOUNT")
+    consumer = args[2]
+    least_idle = number(args[3])
+    ids = list[EntryId]()
+    index = 4
+    while index < len(args) and args[index][:1].isdigit():
+        ids.append(parse_id(args[index]))
+        index += 1
+    options = args[index:]
+    flags = {item.upper() for item in options}
+    now = space.now_ms()
+    idle = option(options, b"IDLE")
+    retries = option(options, b"RETRYCOUNT")
     delivered = now - number(idle) if idle else now
     group.consumers[consumer] = now
-    taken = []
+    claimed = []
     for entry_id in ids:
         if entry_id not in stream.entries:
             group.pending.pop(entry_id, None)
@@ -138,16 +151,18 @@ def _xclaim(space: Keyspace, args: Arguments) -> Any:
         if held is None:
             if b"FORCE" not in flags:
                 continue
-            held = group.pending[entry_id] = Pending(consumer, now, 1)
+            held = Pending(consumer, now, 1)
+            group.pending[entry_id] = held
         elif least_idle and now - held.delivered_ms < least_idle:
             continue
-        held.consumer, held.delivered_ms = consumer, delivered
+        held.consumer = consumer
+        held.delivered_ms = delivered
         if retries is not None:
             held.num_deliveries = number(retries)
         elif b"JUSTID" not in flags:
             held.num_deliveries += 1
-        taken.append(entry_id)
-    return [text_of(i) if b"JUSTID" in flags else stream.shown(i) for i in taken]
+        claimed.append(entry_id)
+    return [text_of(i) if b"JUSTID" in flags else stream.shown(i) for i in claimed]
 
 
 @command("XGROUP CREATE")
@@ -204,7 +219,8 @@ def _xgroup_delconsumer(space: Keyspace, args: Arguments) -> Any:
 
 @command("XINFO GROUPS")
 def _xinfo_groups(space: Keyspace, args: Arguments) -> Any:
-    stream, found = existing(space, args[0]), []
+    stream = existing(space, args[0])
+    rows = []
     for name, group in sorted(stream.groups.items()):
         facts = {
             b"name": name,
@@ -214,8 +230,8 @@ def _xinfo_groups(space: Keyspace, args: Arguments) -> Any:
             b"entries-read": group.entries_read,
             b"lag": stream.lag(group),
         }
-        found.append([part for pair in facts.items() for part in pair])
-    return found
+        rows.append([word for pair in facts.items() for word in pair])
+    return rows
 
 
 @command("XINFO CONSUMERS")
@@ -225,8 +241,10 @@ def _xinfo_consumers(space: Keyspace, args: Arguments) -> Any:
         raise ResponseError(
             f"NOGROUP No such consumer group '{args[1].decode()}' for key name '{args[0].decode()}'"
         )
-    group, now, found = stream.groups[args[1]], space.now_ms(), []
+    group = stream.groups[args[1]]
+    now = space.now_ms()
+    rows = []
     for name, seen_ms in sorted(group.consumers.items()):
         pending = sum(held.consumer == name for held in group.pending.values())
-        found.append([b"name", name, b"pending", pending, b"idle", max(0, now - seen_ms)])
-    return found
+        rows.append([b"name", name, b"pending", pending, b"idle", max(0, now - seen_ms)])
+    return rows

@@ -66,7 +66,8 @@ class Keyspace:
         if value is None:
             if not make:
                 return None
-            value = self.values[key] = kind()
+            value = kind()
+            self.values[key] = value
         if type(value) is not kind:
             raise ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
         return value
@@ -140,7 +141,9 @@ def _mget(space: Keyspace, args: Arguments) -> Any:
 
 @command("SET")
 def _set(space: Keyspace, args: Arguments) -> Any:
-    key, value, options = args[0], args[1], [item.upper() for item in args[2:]]
+    key = args[0]
+    value = args[1]
+    options = [item.upper() for item in args[2:]]
     space._expire(key)
     if (b"NX" in options and key in space.values) or (b"XX" in options and key not in space.values):
         return None
@@ -201,8 +204,8 @@ def _config_set(space: Keyspace, args: Arguments) -> Any:
 
 @command("CONFIG GET")
 def _config_get(space: Keyspace, args: Arguments) -> Any:
-    found = {key: value for key, value in space.settings.items() if fnmatch.fnmatchcase(key, args[0])}
-    return [part for pair in found.items() for part in pair]
+    settings = {key: value for key, value in space.settings.items() if fnmatch.fnmatchcase(key, args[0])}
+    return [word for pair in settings.items() for word in pair]
 
 
 @command("MEMORY USAGE")

@@ -44,7 +44,8 @@ class Scripts:
         """Run a script to its end: nothing comes between its commands."""
         if sha not in self._compiled:
             raise NoScriptError("No matching script. Please use EVAL.")
-        before, self._space = self._space, space
+        before = self._space
+        self._space = space
         try:
             return _to_python(self._compiled[sha](self._lua.table_from(keys), self._lua.table_from(args)))
         except lua51.LuaError as error:
@@ -89,10 +90,10 @@ def _to_python(value: Any) -> Any:
         raise ResponseError(error.decode())
     if (status := value[b"ok"]) is not None:
         return status
-    found: list[Any] = []
-    while (item := value[len(found) + 1]) is not None:
-        found.append(_to_python(item))
-    return found
+    items: list[Any] = []
+    while (item := value[len(items) + 1]) is not None:
+        items.append(_to_python(item))
+    return items
 
 
 EvalSha = Callable[[bytes, list[bytes], list[bytes]], Any]

@@ -36,7 +36,8 @@ class MemoryServer:
     """`clock` gives milliseconds since 1970. Commands come as lists of bytes, and are applied one by one."""
 
     def __init__(self, clock: Callable[[], int], run_id: str = "0" * 40) -> None:
-        self.clock, self.run_id = clock, run_id
+        self.clock = clock
+        self.run_id = run_id
         self.log: list[Unit] = []
         self.blocked: list[Blocked] = []
         self.is_replica = False
@@ -122,13 +123,18 @@ class MemoryServer:
         """Report new entries, and answer readers that wait for them in the order in which they came."""
         if not self.space.appended and self.space.values:
             return
-        appended, self.space.appended = self.space.appended, []
+        appended = self.space.appended
+        self.space.appended = []
         for key, entry_id, fields in appended:
             if self.on_append is not None:
                 self.on_append(key, entry_id, fields)
         touched = {key for key, _, _ in appended}
         # Readers of an emptied server get the error that their groups are gone.
-        ready = [one for one in self.blocked if not self.space.values or not touched.isdisjoint(one.keys)]
+        ready = [
+            waiting
+            for waiting in self.blocked
+            if not self.space.values or not touched.isdisjoint(waiting.keys)
+        ]
         for waiting in ready:
             if waiting.is_gone():
                 self.blocked.remove(waiting)
@@ -168,15 +174,15 @@ def without_block(fields: Fields) -> tuple[Fields, float | None]:
     upper = [item.upper() for item in fields[:8]]
     if fields[0].upper() not in (b"XREAD", _READ_BY_GROUP) or b"BLOCK" not in upper:
         return fields, None
-    place = upper.index(b"BLOCK")
-    return fields[:place] + fields[place + 2 :], int(fields[place + 1]) / 1000
+    index = upper.index(b"BLOCK")
+    return fields[:index] + fields[index + 2 :], int(fields[index + 1]) / 1000
 
 
 def stream_keys(fields: Fields) -> list[bytes]:
     """The streams that a read names."""
     upper = [item.upper() for item in fields]
-    rest = fields[upper.index(b"STREAMS") + 1 :]
-    return rest[: len(rest) // 2]
+    words = fields[upper.index(b"STREAMS") + 1 :]
+    return words[: len(words) // 2]
 
 
 __all__ = ["Blocked", "Fields", "MemoryServer", "ResponseError", "stream_keys", "without_block"]

@@ -100,10 +100,10 @@ def parse_id(text: bytes, missing: int = 0) -> EntryId:
     ms, dash, seq = text.partition(b"-")
     if not ms.isdigit() or (dash and not seq.isdigit()):
         raise ResponseError("Invalid stream ID specified as stream command argument")
-    found = int(ms), int(seq) if dash else missing
-    if found > LAST:
+    entry_id = int(ms), int(seq) if dash else missing
+    if entry_id > LAST:
         raise ResponseError("Invalid stream ID specified as stream command argument")
-    return found
+    return entry_id
 
 
 def first_of(text: bytes) -> EntryId:

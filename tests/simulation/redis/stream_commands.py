@@ -15,7 +15,9 @@ def option(args: Arguments, name: bytes) -> bytes | None:
 
 @command("XADD")
 def _xadd(space: Keyspace, args: Arguments) -> Any:
-    key, wanted, fields = args[0], args[1], args[2:]
+    key = args[0]
+    wanted = args[1]
+    fields = args[2:]
     if not fields or len(fields) % 2:
         raise ResponseError("wrong number of arguments for 'xadd' command")
     stream = space.get(key, Stream) or Stream()
@@ -52,7 +54,8 @@ def _xlen(space: Keyspace, args: Arguments) -> Any:
 @command("XRANGE")
 def _xrange(space: Keyspace, args: Arguments) -> Any:
     stream = space.get(args[0], Stream)
-    first, last = first_of(args[1]), last_of(args[2])
+    first = first_of(args[1])
+    last = last_of(args[2])
     if stream is None:
         return []
     start, end = stream.between(first, last)
@@ -65,7 +68,8 @@ def _xrange(space: Keyspace, args: Arguments) -> Any:
 @command("XREVRANGE")
 def _xrevrange(space: Keyspace, args: Arguments) -> Any:
     stream = space.get(args[0], Stream)
-    last, first = last_of(args[1]), first_of(args[2])
+    last = last_of(args[1])
+    first = first_of(args[2])
     if stream is None:
         return []
     start, end = stream.between(first, last)
@@ -95,7 +99,8 @@ def _xtrim(space: Keyspace, args: Arguments) -> Any:
 
 @command("XSETID")
 def _xsetid(space: Keyspace, args: Arguments) -> Any:
-    stream, entry_id = space.get(args[0], Stream), parse_id(args[1])
+    stream = space.get(args[0], Stream)
+    entry_id = parse_id(args[1])
     if stream is None:
         raise ResponseError("no such key")
     if stream.ids and entry_id < stream.ids[-1]:
@@ -108,7 +113,7 @@ def _xsetid(space: Keyspace, args: Arguments) -> Any:
 def _xread(space: Keyspace, args: Arguments) -> Any:
     keys, positions = streams_of(args)
     count = option(args[: -2 * len(keys)], b"COUNT")
-    found = []
+    answer = []
     for key, position in zip(keys, positions, strict=True):
         stream = space.get(key, Stream)
         if stream is None or position == b"$":
@@ -117,20 +122,20 @@ def _xread(space: Keyspace, args: Arguments) -> Any:
             stream.shown(i) for i in stream.after(parse_id(position), number(count) if count else None)
         ]
         if entries:
-            found.append([key, entries])
-    return found or None
+            answer.append([key, entries])
+    return answer or None
 
 
 def streams_of(args: Arguments) -> tuple[Arguments, Arguments]:
     upper = [item.upper() for item in args]
     if b"STREAMS" not in upper:
         raise ResponseError("syntax error")
-    rest = args[upper.index(b"STREAMS") + 1 :]
-    if not rest or len(rest) % 2:
+    words = args[upper.index(b"STREAMS") + 1 :]
+    if not words or len(words) % 2:
         raise ResponseError(
             "Unbalanced XREAD list of streams: for each stream key an ID or '$' must be specified."
         )
-    return rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    return words[: len(words) // 2], words[len(words) // 2 :]
 
 
 @command("XINFO STREAM")
@@ -150,7 +155,7 @@ def _xinfo_stream(space: Keyspace, args: Arguments) -> Any:
         b"first-entry": first,
         b"last-entry": last,
     }
-    return [part for pair in facts.items() for part in pair]
+    return [word for pair in facts.items() for word in pair]
 
 
 def existing(space: Keyspace, key: bytes) -> Stream:

@@ -102,9 +102,9 @@ def test_a_ground_truth_without_tests_is_an_error_and_no_zero(tests: Any) -> Non
     ids=["loop", "sleep", "output", "memory", "file", "fork bomb", "memory of many"],
 )
 def test_limits_end_what_does_not_end_by_itself(code: str, expected: set[str]) -> None:
-    found = outcome(code, LIMITS if expected == {"memory"} else HASTY)
-    assert found["outcome"] in expected, found
-    assert found.get("code") != 0 or found["outcome"] != "done"
+    result = outcome(code, LIMITS if expected == {"memory"} else HASTY)
+    assert result["outcome"] in expected, result
+    assert result.get("code") != 0 or result["outcome"] != "done"
 
 
 LEAVE = "for leave in (os.setsid, lambda: os.setpgid(0, 0)):\n    try: leave()\n    except OSError: pass\n"
@@ -151,8 +151,10 @@ def test_it_writes_and_reads_nothing_outside(tmp_path: Path) -> None:
         assert not path.exists()
     assert passes("open('own', 'w').write('x')\nprint('ok')", ANY_OUTPUT)
     # The next program finds an empty folder.
-    found = run_cases(make_cases("import os; print(os.listdir()); open('x', 'w')", ANY_OUTPUT, 1) * 2, LIMITS)
-    assert [result["stdout"] for result in found] == ["[]\n", "[]\n"]
+    results = run_cases(
+        make_cases("import os; print(os.listdir()); open('x', 'w')", ANY_OUTPUT, 1) * 2, LIMITS
+    )
+    assert [result["stdout"] for result in results] == ["[]\n", "[]\n"]
 
 
 def test_it_sees_neither_the_environment_nor_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +164,9 @@ def test_it_sees_neither_the_environment_nor_other_processes(monkeypatch: pytest
         "for path in glob.glob('/proc/*/environ'):\n"
         "    try: print(open(path).read())\n    except OSError as error: print(error)"
     )
-    found = outcome(code)
-    assert "HOME" in found["stdout"]
-    assert "hunter2" not in found["stdout"]
+    result = outcome(code)
+    assert "HOME" in result["stdout"]
+    assert "hunter2" not in result["stdout"]
     seen = outcome("import glob; print(len(glob.glob('/proc/[0-9]*')))")["stdout"]
     assert int(seen or 0) <= 2
 

@@ -79,10 +79,10 @@ def ran(code: str) -> dict[str, Any]:
 
 def test_the_kernel_refuses_what_leads_out_of_the_jail(each_jail: None) -> None:
     lines = [f"print(json.dumps([{name!r}, {call}]), flush=True)" for name, call in CALLS.items()]
-    found = ran(CALL + "\n".join(lines))
-    answers = dict(json.loads(line) for line in found["stdout"].splitlines())
+    result = ran(CALL + "\n".join(lines))
+    answers = dict(json.loads(line) for line in result["stdout"].splitlines())
     expected = {name: "ENETUNREACH" if name in NETWORK else "ENOSYS" for name in CALLS}
-    assert answers == expected, found
+    assert answers == expected, result
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_the_kernel_refuses_what_leads_out_of_the_jail(each_jail: None) -> None:
     ids=["memfd", "shared between forks", "socket buffers", "shared memory files", "files", "empty files"],
 )
 def test_no_memory_is_out_of_sight_of_the_limit(each_jail: None, allocate: str) -> None:
-    found = ran(f"import mmap, os\n{allocate}\nprint('has it')")
-    assert "has it" not in found["stdout"]
+    result = ran(f"import mmap, os\n{allocate}\nprint('has it')")
+    assert "has it" not in result["stdout"]
 
 
 NAMED = """
@@ -132,8 +132,8 @@ print("has it")
 
 
 def test_a_process_whose_first_thread_has_ended_hides_no_memory(each_jail: None) -> None:
-    found = ran(HEADLESS)
-    assert found["outcome"] == "memory", found
+    result = ran(HEADLESS)
+    assert result["outcome"] == "memory", result
 
 
 def thread_names() -> list[str]:
@@ -165,8 +165,8 @@ def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(each_j
 
 @pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
 def test_no_name_hides_what_a_process_uses(each_jail: None, name: bytes) -> None:
-    found = ran(NAMED.format(name=name))
-    assert found["outcome"] == "memory", found
+    result = ran(NAMED.format(name=name))
+    assert result["outcome"] == "memory", result
 
 
 def test_a_nest_of_folders_is_cleared_away(each_jail: None) -> None:

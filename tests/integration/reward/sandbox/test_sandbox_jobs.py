@@ -85,16 +85,16 @@ def test_backticks_in_a_line_of_code_do_not_end_it() -> None:
 async def test_code_is_scored_by_the_workers_of_its_run(make, start, run):
     start()
     reward = make()
-    part = make(score="fraction")
+    fraction = make(score="fraction")
     wrong = "```python\nn = int(input())\nprint(2)\n```"
-    found = await asyncio.gather(
+    outcomes = await asyncio.gather(
         *(reward.score(sample(DOUBLES, number=n)) for n in range(8)),
         reward.score(sample(wrong)),
-        part.score(sample(wrong)),
+        fraction.score(sample(wrong)),
         reward.score(sample("```python\n\n```")),
     )
-    assert [outcome.value for outcome in found] == [1.0] * 8 + [0.0, 0.5, 0.0]
-    assert found[8].detail["sandbox"]["first_failure"]["stdout"] == "2\n"
+    assert [outcome.value for outcome in outcomes] == [1.0] * 8 + [0.0, 0.5, 0.0]
+    assert outcomes[8].detail["sandbox"]["first_failure"]["stdout"] == "2\n"
     with pytest.raises(AttemptError, match="ground truth") as caught:
         await reward.score(sample(DOUBLES, tests={"inputs": [1]}))
     assert caught.value.is_final and caught.value.is_code_error
