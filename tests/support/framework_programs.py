@@ -158,7 +158,7 @@ def agno() -> None:
     from agno.agent import Agent
     from agno.models.openai import OpenAIChat
 
-    agent = Agent(model=OpenAIChat(id=MODEL), tools=[noop], telemetry=False)
+    agent = Agent(model=OpenAIChat(id=MODEL), tools=[noop])
     while agent.run(TASK).status == "COMPLETED":
         pass
 

@@ -108,7 +108,7 @@ def command_of(name: str, folder: Path, num_tries: int = 1) -> str:
     """The shell command of a session of this program, whose own files are in `folder`."""
     if name not in NPM:
         return f"NUM_TRIES={num_tries} {python_in(VENVS[name])} -P {PROGRAMS} {name}"
-    variables = {"PATH": f"{npm_commands()}:$PATH", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    variables = {"PATH": f"{npm_commands()}:$PATH"}
     variables |= dict.fromkeys(("HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR"), str(folder))
     exported = "; ".join(f'export {name}="{value}"' for name, value in variables.items())
     return f"{exported}; cd {folder}; {COMMANDS[name]} </dev/null >&2; echo '{{\"reward\": 0.5}}'"

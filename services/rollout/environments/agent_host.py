@@ -48,9 +48,14 @@ QUIET = {
     "DSPY_CACHE_LIMIT": "0",
     "MSWEA_COST_TRACKING": "ignore_errors",
     "MSWEA_SILENT_STARTUP": "1",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "HAYSTACK_TELEMETRY_ENABLED": "false",
+    "AGNO_TELEMETRY": "false",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
 }
-"""Without these, libraries ask servers on the internet, which takes seconds if there are none; keep answers
-on disk, where other sessions would find them and not ask the model; or fail because they know no price."""
+"""Without these, libraries ask servers on the internet, which takes seconds if there are none; report runs to
+their makers; keep answers on disk, where other sessions would find them and not ask the model; or fail
+because they know no price."""
 MAX_TRACE_CHARS = 4000
 LONGEST_VARIABLE = 100_000
 """Linux refuses to start a program with a longer one; a row is on stdin, too."""
