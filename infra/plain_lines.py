@@ -39,8 +39,7 @@ SEEN_BY_USERS = {
     ("services/trainer/machine.py", "what"),
 }
 """Fields whose names are settings or keys of JSON, and stay."""
-NOT_YET_PLAIN = (
-)
+NOT_YET_PLAIN = ()
 """Folders and files that may have such lines, until somebody makes them plain and deletes their row."""
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -15,7 +15,10 @@ WEB = ("http", "https")
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """One of `content`, `path` and `url`; or `fault`, why there is none."""
+    """One of `content`, `path` and `url`; or `fault`, why there is none.
+
+    Example: `path` "shapes/7.png" and `label` "PNG" of a row of JSON; `content` alone of a row of Parquet.
+    """
 
     content: bytes | None = None
     path: str = ""

@@ -175,8 +175,8 @@ done' > /dev/null 2>&1 < /dev/null &
 @BOTH
 @pytest.mark.parametrize("attack", [REWRITES_TESTS, DAEMON], ids=["rewrites its tests", "leaves a daemon"])
 async def test_an_agent_cannot_change_what_its_test_says(play: Play, attack: str) -> None:
-    other = TASKS["git-begin"]
-    attacked, beside = await play((TASKS["csv-join"], attack), (other, other.solution))
+    harmless = TASKS["git-begin"]
+    attacked, beside = await play((TASKS["csv-join"], attack), (harmless, harmless.solution))
     assert (reward_of(attacked), reward_of(beside)) == (0.0, 1.0)
 
 

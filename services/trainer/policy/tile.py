@@ -117,7 +117,7 @@ class Tile:
     """[N], the ids that each scored token was sampled from; a position may predict several tokens, each with
     ids of its own."""
     banned_ids: Tensor | None = None
-    """int64: ids that the engine never samples, and that are left out of all distributions."""
+    """[ids], int64: those that the engine never samples, and that are left out of all distributions."""
     routes: Tensor | None = None
     """[B * T, layers, experts of a token], int16: what the engine chose; -1 at padding."""
     logprobs_N: Tensor = NOT_MADE

@@ -52,8 +52,8 @@ async def test_logprobs_of_one_several_and_no_pictures_in_one_batch_are_those_of
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE), request.request_id
     assert len({tuple(result.token_ids) for result in results[:4]}) > 1, "the samples of a group differ"
     # The reference itself depends on the picture: with another one the same tokens have other logprobs.
-    other = replace(requests[0], pictures=requests[6].pictures)
-    assert seeing.expected(model, other, results[0]) != pytest.approx(results[0].logprobs, abs=0.01)
+    swapped = replace(requests[0], pictures=requests[6].pictures)
+    assert seeing.expected(model, swapped, results[0]) != pytest.approx(results[0].logprobs, abs=0.01)
 
 
 async def test_a_prompt_with_pictures_is_prefilled_and_processed_once_for_its_group(
@@ -113,13 +113,13 @@ async def test_a_prompt_whose_tokens_do_not_fit_its_pictures_fails_alone(seeing,
     placeholder = seeing.processor.placeholder_id
     shifted = good.pictures[0].image.model_copy(update={"first": 0})
     fewer = good.pictures[0].image.model_copy(update={"num_tokens": 3})
-    other = seeing.request("other", "what is *?", [noise_png(1)]).pictures[0]
+    second = seeing.request("other", "what is *?", [noise_png(1)]).pictures[0]
     bad = {
         "placeholders": replace(good, prompt_ids=[*good.prompt_ids, placeholder]),
         "without": replace(good, pictures=()),
         "shifted": replace(good, pictures=(replace(good.pictures[0], image=shifted),)),
         "count": replace(good, pictures=(replace(good.pictures[0], image=fewer),)),
-        "bytes": replace(good, pictures=(replace(other, png=other.png[:40]),)),
+        "bytes": replace(good, pictures=(replace(second, png=second.png[:40]),)),
     }
     results = await asyncio.gather(
         engine.generate(good), *(engine.generate(each) for each in bad.values()), return_exceptions=True

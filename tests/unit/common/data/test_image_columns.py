@@ -46,7 +46,10 @@ def rows_of(tmp_path: Path, *rows: dict[str, Any], is_parquet: bool = True, **fi
 def contents(row: Row, **fields: Any) -> list[Any]:
     """For each message, its parts: text as it is, a picture as None."""
     messages = chat_messages(row, section("unused.jsonl", **fields))
-    return [[part.get("text") for part in message["content"]] for message in messages]
+    texts = []
+    for message in messages:
+        texts.append([content.get("text") for content in message["content"]])
+    return texts
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -87,20 +90,24 @@ def test_parts_of_messages_have_pictures_or_take_those_of_the_column(tmp_path):
         "images": ["column.png"],
         "answer": "2",
     }
-    (made,) = rows_of(tmp_path, row, is_parquet=False)
-    assert [source.name.rpartition("/")[2] for source in made.images] == ["1.png", "column.png", "two.png"]
-    assert contents(made) == [[None, "and <image>", None, None]], "a mark in a text is text beside parts"
-    kinds = [part["type"] for part in made.extra["prompt"][0]["content"]]
+    (row_read,) = rows_of(tmp_path, row, is_parquet=False)
+    assert [source.name.rpartition("/")[2] for source in row_read.images] == [
+        "1.png",
+        "column.png",
+        "two.png",
+    ]
+    assert contents(row_read) == [[None, "and <image>", None, None]], "a mark in a text is text beside parts"
+    kinds = [content["type"] for content in row_read.extra["prompt"][0]["content"]]
     assert kinds == ["image", "text", "image", "image"]
-    assert "a.example" not in json.dumps(made.extra)
+    assert "a.example" not in json.dumps(row_read.extra)
 
 
 def test_parts_in_parquet_have_nulls_for_the_keys_of_others(tmp_path):
     parts = [{"type": "image", "image": {"bytes": PNG}}, {"type": "text", "text": "How many?"}]
     row = {"prompt": [{"role": "user", "content": parts}], "solution": "2"}
-    (made,) = rows_of(tmp_path, row)
-    assert made.images == (ImageSource(content=PNG),)
-    assert contents(made) == [[None, "How many?"]]
+    (row_read,) = rows_of(tmp_path, row)
+    assert row_read.images == (ImageSource(content=PNG),)
+    assert contents(row_read) == [[None, "How many?"]]
 
 
 def test_a_chat_that_ends_with_its_answer_is_a_question_with_a_truth(tmp_path):
@@ -118,12 +125,12 @@ def test_a_column_of_another_name_is_named_and_never_sent(tmp_path):
         "shot": VERL["images"],
         "level": 3,
     }
-    (made,) = rows_of(tmp_path, row, columns={"images": "shot"})
-    assert made.images == (ImageSource(content=PNG),)
-    assert made.extra == {"meta": {"picture": "a.png"}, "level": 3}
-    (made,) = rows_of(tmp_path, row, columns={"images": "meta.picture"})
-    assert made.images[0].path == str(tmp_path / "a.png")
-    assert made.extra == {"level": 3}, "what holds the picture, and other pictures, stay out"
+    (row_read,) = rows_of(tmp_path, row, columns={"images": "shot"})
+    assert row_read.images == (ImageSource(content=PNG),)
+    assert row_read.extra == {"meta": {"picture": "a.png"}, "level": 3}
+    (row_read,) = rows_of(tmp_path, row, columns={"images": "meta.picture"})
+    assert row_read.images[0].path == str(tmp_path / "a.png")
+    assert row_read.extra == {"level": 3}, "what holds the picture, and other pictures, stay out"
 
 
 def test_suffix_and_system_prompt_are_parts_too(tmp_path):
@@ -153,13 +160,13 @@ def test_places_and_pictures_are_counted_for_each_row():
 
 def test_a_part_without_a_picture_has_its_reason(tmp_path):
     row: dict[str, Any] = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}
-    (made,) = rows_of(tmp_path, row, is_parquet=False)
-    assert "no picture" in made.images[0].fault
+    (row_read,) = rows_of(tmp_path, row, is_parquet=False)
+    assert "no picture" in row_read.images[0].fault
 
 
 def test_what_is_no_part_is_refused_by_its_place(tmp_path):
-    for part in ({"type": "video", "video": "a.mp4"}, {"type": "text"}, "text", {"text": "x"}):
-        row: dict[str, Any] = {"prompt": [{"role": "user", "content": [part]}], "answer": "2"}
+    for wrong in ({"type": "video", "video": "a.mp4"}, {"type": "text"}, "text", {"text": "x"}):
+        row: dict[str, Any] = {"prompt": [{"role": "user", "content": [wrong]}], "answer": "2"}
         with pytest.raises(ConfigError, match=r"line 1: prompt\[0\]\.content\[0\]"):
             rows_of(tmp_path, row, is_parquet=False)
 

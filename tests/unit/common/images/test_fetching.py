@@ -66,9 +66,9 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
+    running = Server()
+    yield running
+    running.close()
 
 
 @pytest.fixture(autouse=True)

@@ -85,20 +85,20 @@ def test_the_pixels_are_those_of_the_librarys_processor_with_both_bounds(family,
     pictures = [noise(*size) for size in SIZES]
     kwargs = {} if family == "llava" else {"size": {"shortest_edge": 3136, "longest_edge": 10_000}}
     expected = processor.image_processor(images=pictures, return_tensors="pt", **kwargs)
-    made = processor.pixels([file_of(picture) for picture in pictures])
-    assert set(made) == set(expected)
-    assert all(torch.equal(made[name], expected[name]) for name in made)
+    pixels = processor.pixels([file_of(picture) for picture in pictures])
+    assert set(pixels) == set(expected)
+    assert all(torch.equal(pixels[name], expected[name]) for name in pixels)
     assert processor.call_kwargs == kwargs
 
 
 def test_a_row_with_more_or_fewer_places_than_pictures_is_refused(processor):
     picture = stored(56, 56)
-    place = processor.placeholder_id
-    for ids, pictures in (([place], [picture, picture]), ([1, place, 2, place], [picture]), ([1], [picture])):
+    mark = processor.placeholder_id
+    for ids, pictures in (([mark], [picture, picture]), ([1, mark, 2, mark], [picture]), ([1], [picture])):
         with pytest.raises(ValueError, match="placeholders"):
             processor.expand(ids, pictures)
     with pytest.raises(ValueError, match="no text between"):
-        processor.expand([1, place, place], [picture, picture])
+        processor.expand([1, mark, mark], [picture, picture])
     expanded, spans = processor.expand([1, 2], [])
     assert (expanded.tolist(), spans) == ([1, 2], [])
 
@@ -111,14 +111,14 @@ def test_ids_that_stand_for_pixels_are_banned(family, processor):
 
 def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
     folder = vision_folder(tmp_path, has_weights=False)
-    one = load_processor(folder, BOUNDS)
-    assert one.name == "Qwen2VLImageProcessorPil"
-    assert load_processor(folder, BOUNDS).digest == one.digest
-    assert load_processor(folder, BOUNDS.model_copy(update={"max_pixels": 20_000})).digest != one.digest
-    assert load_processor(folder, BOUNDS.model_copy(update={"broken": "error"})).digest == one.digest
+    processor = load_processor(folder, BOUNDS)
+    assert processor.name == "Qwen2VLImageProcessorPil"
+    assert load_processor(folder, BOUNDS).digest == processor.digest
+    assert load_processor(folder, BOUNDS.model_copy(update={"max_pixels": 20_000})).digest != processor.digest
+    assert load_processor(folder, BOUNDS.model_copy(update={"broken": "error"})).digest == processor.digest
     settings = folder / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace('"merge_size": 2', '"merge_size": 4'))
-    assert load_processor(folder, BOUNDS).digest != one.digest
+    assert load_processor(folder, BOUNDS).digest != processor.digest
 
 
 def test_without_min_pixels_the_models_own_bound_holds(tmp_path):

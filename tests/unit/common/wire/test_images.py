@@ -57,9 +57,9 @@ def test_images_outside_of_the_prompt_or_without_tokens_are_refused(changes):
 
 
 def test_the_digest_of_tokens_tells_pictures_apart():
-    other = IMAGE.model_copy(update={"digest": "f" * 32})
+    unlike = IMAGE.model_copy(update={"digest": "f" * 32})
     digests = {trajectory().tokens_digest, trajectory(images=(IMAGE,)).tokens_digest}
-    assert len(digests | {trajectory(images=(other,)).tokens_digest}) == 3
+    assert len(digests | {trajectory(images=(unlike,)).tokens_digest}) == 3
     copied = trajectory(images=(IMAGE.model_copy(update={"width": 9}),))
     assert copied.tokens_digest in digests, "the bytes are what counts"
 

@@ -79,8 +79,8 @@ def test_placeholders_that_no_picture_has_are_a_fault(maker: PictureMaker) -> No
 def test_a_trie_tells_pictures_apart_and_shares_what_is_before_them() -> None:
     ids = np.array([5, 9, 9, 9, 9, 9, 6, 7], np.int32)
     common = {"num_bytes": 1, "width": 1, "height": 1, "first": 1, "num_tokens": 5}
-    images = [Image(digest=letter * 32, **common) for letter in "ab"]
-    first, second = (with_pictures(ids, [image]) for image in images)
+    first = with_pictures(ids, [Image(digest="a" * 32, **common)])
+    second = with_pictures(ids, [Image(digest="b" * 32, **common)])
     assert (first[1:6] < 0).all() and (second[1:6] < 0).all()
     np.testing.assert_array_equal(first[[0, 6, 7]], ids[[0, 6, 7]])
     assert common_lengths([first, first, second, ids]) == [0, 8, 1, 1]

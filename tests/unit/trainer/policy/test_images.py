@@ -193,11 +193,11 @@ def test_a_run_goes_on_to_the_same_bits_from_a_checkpoint(maker: PictureMaker, t
     policy = maker.policy(torch.float32, train_tower=True)
     train(policy, [one_batch(samples)])
     save_state(policy, tmp_path)
-    other = maker.policy(torch.float32, train_tower=True)
-    other.load_state(tmp_path)
-    for resumed in (policy, other):
-        train(resumed, [one_batch(samples)])
-    assert policy.digest() == other.digest()
+    resumed = maker.policy(torch.float32, train_tower=True)
+    resumed.load_state(tmp_path)
+    for each in (policy, resumed):
+        train(each, [one_batch(samples)])
+    assert policy.digest() == resumed.digest()
 
 
 def test_a_checkpoint_of_another_processor_is_refused(maker: PictureMaker) -> None:

@@ -438,8 +438,8 @@ def test_what_a_tower_keeps_is_that_of_a_real_pass_within_a_fifth(family: str) -
     pixels_at = pixels["pixel_values"].untyped_storage().data_ptr()
     kept = sum(
         tensor.untyped_storage().nbytes()
-        for place, tensor in kept_tensors.items()
-        if place not in weights and place != pixels_at
+        for address, tensor in kept_tensors.items()
+        if address not in weights and address != pixels_at
     )
     estimated = sizes.tower_kept_bytes(num_patches, recomputed=False, is_trained=True)
     assert estimated == pytest.approx(kept, rel=0.2)
