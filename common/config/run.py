@@ -396,11 +396,6 @@ class RunConfig(Section):
 
     def _environment_rules(self) -> Rules:
         environment = self.rollout.environment
-        if self.images is not None and not environment.is_single_turn:
-            yield (
-                f"images: pictures are in prompts of single turns only, and rollout.environment.use is "
-                f"{environment.use}. Set it to single_turn, or leave out the section `images`"
-            )
         algorithm = self.trainer.algorithm
         environment_rewards = [name for name, reward in self.reward.named.items() if reward.environment]
         if environment_rewards and environment.is_single_turn:

@@ -185,5 +185,5 @@ async def test_a_ticket_with_pictures_in_a_run_of_text_is_dead_lettered_with_the
 
 
 def test_sessions_with_pictures_are_refused_by_name():
-    with pytest.raises(ConfigError, match="single turns"):
+    with pytest.raises(ConfigError, match="single turn only"):
         trainer_config(**SEES, rollout__environment={"use": "agent", "agent": "x:y"})
