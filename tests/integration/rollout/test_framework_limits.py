@@ -31,9 +31,9 @@ MAX_TURNS = 2
 MANY_TURNS = 50
 MAX_TOKENS = 500
 FRAMEWORKS = [*VENVS, *NPM]
-NUM_TOGETHER = 4
+NUM_TOGETHER = 2
 TOGETHER = [FRAMEWORKS[first : first + NUM_TOGETHER] for first in range(0, len(FRAMEWORKS), NUM_TOGETHER)]
-"""Frameworks whose sessions run at once in one worker."""
+"""Frameworks whose sessions run at once in one worker; with more they would wait for each other's cores."""
 START = """
 import json, os
 row = json.loads(os.environ["TIDEMILL_ROW"])

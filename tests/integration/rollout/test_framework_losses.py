@@ -26,10 +26,10 @@ FRAMEWORKS = [*VENVS, *NPM]
 LOSSES: list[Mode] = ["lose", "halve", "hang_up", "fail"]
 KEPT: list[Mode] = ["delay", "pass"]
 MOST_IN_ROW = 2
-"""SDKs ask three times. An agent that gives up after an answer that only the proxy has lost leaves nothing by
+"""SDKs ask three times. A program that ends after an answer that only the proxy has lost leaves nothing by
 which a gateway could know of it."""
-RAISES = {"strands": "halve"}
-"""Frameworks that give up where a stream breaks."""
+ENDS: dict[str, Mode] = {"strands": "halve", "claude": "halve"}
+"""Frameworks that may end where a stream breaks in its middle, as the same."""
 NUM_LOSSES = 8
 MAX_TURNS = NUM_LOSSES + 3
 """After the losses some turns are left, so that the last answer arrives."""
@@ -55,7 +55,7 @@ class MarkedModel:
 def losses_of(name: str, seed: int) -> list[Mode]:
     """What is done to requests, one after the other."""
     chance = random.Random(f"{name} {seed}")
-    losses = [mode for mode in LOSSES if mode != RAISES.get(name)]
+    losses = [mode for mode in LOSSES if mode != ENDS.get(name)]
     modes: list[Mode] = []
     while len(modes) < NUM_LOSSES:
         is_lost_for_long = len(modes) >= MOST_IN_ROW and not set(modes[-MOST_IN_ROW:]) & set(KEPT)
