@@ -12,8 +12,6 @@ Four rules, for code in Python. Ruff has no rule for any of them.
 * `nested`: no comprehension is in another one. One with several `for` is fine.
 * `vague`: variables, parameters and fields say what they hold; those in `VAGUE` do not. `other` is fine in
   `__eq__` and its like, where it is Python's word; and so are names that users see (`SEEN_BY_USERS`).
-
-Folders that are not plain yet are in `NOT_YET_PLAIN`; rows leave it, and none is added.
 """
 
 import ast
@@ -39,8 +37,6 @@ SEEN_BY_USERS = {
     ("services/trainer/machine.py", "what"),
 }
 """Fields whose names are settings or keys of JSON, and stay."""
-NOT_YET_PLAIN = ()
-"""Folders and files that may have such lines, until somebody makes them plain and deletes their row."""
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -232,32 +228,13 @@ def _rows(sources_by_name: dict[str, list[Source]]) -> list[_Row]:
     return rows
 
 
-def check(files: Iterable[Source], not_yet: Iterable[str]) -> list[str]:
-    """What is wrong: lines that break a rule in plain rooms, and rows of `not_yet` that can go."""
-    rows_needed = set()
-    problems: list[str] = []
-    for source in files:
-        rows = [row for row in not_yet if source.file == row or source.file.startswith(f"{row}/")]
-        if not rows:
-            problems += map(str, source.violations)
-        elif source.violations:
-            rows_needed.update(rows)
-    for row in not_yet:
-        if row not in rows_needed:
-            problems.append(f"infra/plain_lines.py: {row} is plain by now: delete its row in NOT_YET_PLAIN")
-    return problems
-
-
 def main(arguments: list[str]) -> int:
     files = list(sources(REPO))
-    if "--check" in arguments:
-        problems = check(files, NOT_YET_PLAIN)
-        for problem in problems:
-            print(problem)
-        return 1 if problems else 0
     for source in files:
         for violation in source.violations:
             print(violation)
+    if "--check" in arguments:
+        return 1 if any(source.violations for source in files) else 0
     print("\n".join(table(files)))
     return 0
 

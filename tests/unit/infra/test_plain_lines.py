@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from infra.plain_lines import (
-    NOT_YET_PLAIN,
     REPO,
     SEEN_BY_USERS,
     Source,
     Violation,
-    check,
     room_of,
     sources,
     table,
@@ -177,26 +175,6 @@ def source(file: str, num_violations: int, num_lines: int = 500) -> Source:
     return Source(file, num_lines, violations)
 
 
-def test_the_check_fails_for_a_plain_room_and_not_for_one_that_is_listed() -> None:
-    files = [source("common/run/a.py", 1), source("common/runs/b.py", 2)]
-
-    problems = check(files, ["common/run"])
-
-    assert problems == ["common/runs/b.py:1: vague: name it", "common/runs/b.py:2: vague: name it"]
-
-
-def test_a_listed_file_may_have_violations_and_its_neighbours_may_not() -> None:
-    files = [source("services/rollout/worker.py", 1), source("services/rollout/slots.py", 1)]
-
-    assert check(files, ["services/rollout/worker.py"]) == ["services/rollout/slots.py:1: vague: name it"]
-
-
-def test_a_row_whose_room_is_plain_by_now_has_to_go() -> None:
-    (problem,) = check([source("common/run/a.py", 0)], ["common/run"])
-
-    assert "common/run is plain by now" in problem
-
-
 def test_the_table_counts_in_1000_lines_for_each_room_and_each_folder() -> None:
     files = [source("common/run/a.py", 1), source("common/run/b.py", 2), source("services/console/c.py", 0)]
 
@@ -228,13 +206,6 @@ def test_files_are_read_from_all_folders_with_code(tmp_path: Path) -> None:
     files = [(read.file, read.num_lines, len(read.violations)) for read in sources(tmp_path)]
 
     assert files == [("common/wire/a.py", 1, 1), ("tests/unit/a.py", 1, 1)]
-
-
-def test_all_rows_of_the_list_exist_and_none_stands_twice() -> None:
-    missing = [row for row in NOT_YET_PLAIN if not (REPO / row).exists()]
-
-    assert missing == []
-    assert len(set(NOT_YET_PLAIN)) == len(NOT_YET_PLAIN)
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(SEEN_BY_USERS))
