@@ -26,8 +26,8 @@ from tidemill.services.rollout.engines.held_weights import as_tensor
 TEXT_NAMES = ("language_model", "model.layers", "embed_tokens", "lm_head", "model.norm")
 """In names of weights that only read text; the others belong to tower and projector."""
 UNUSED_NAMES = ("vision_model.encoder.layers.1.", "vision_model.post_layernorm")
-"""The same of LLaVA's layers behind the one whose features it takes: training leaves them as they are, and vLLM
-does not hold them."""
+"""The same of LLaVA's layers behind the one whose features it takes: training leaves them as they are, and
+vLLM does not hold them."""
 SIZES = ((56, 56), (90, 60), (64, 120))
 """Width and height: those of the first are the smallest that Qwen's processors leave as they are."""
 
