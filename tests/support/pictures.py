@@ -25,6 +25,9 @@ from tidemill.services.rollout.engines.held_weights import as_tensor
 
 TEXT_NAMES = ("language_model", "model.layers", "embed_tokens", "lm_head", "model.norm")
 """In names of weights that only read text; the others belong to tower and projector."""
+UNUSED_NAMES = ("vision_model.encoder.layers.1.", "vision_model.post_layernorm")
+"""The same of LLaVA's layers behind the one whose features it takes: training leaves them as they are, and
+vLLM does not hold them."""
 SIZES = ((56, 56), (90, 60), (64, 120))
 """Width and height: those of the first are the smallest that Qwen's processors leave as they are."""
 
@@ -124,7 +127,8 @@ def write_versions(seeing: Seeing, run_dir: Path) -> tuple[Chain, dict[int, Seei
     chain = Chain(run_dir)
     chain.full(0, seeing.folder / "model.safetensors")
     texts = {name for name in chain.tensors for word in TEXT_NAMES if word in name}
-    towers = set(chain.tensors) - texts
+    unused = {name for name in chain.tensors for word in UNUSED_NAMES if word in name}
+    towers = set(chain.tensors) - texts - unused
     assert len(towers) > 10
     folders = {0: seeing}
     for version, changed in ((1, set(chain.tensors)), (2, towers), (3, texts)):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import BrokenImageError
 from tidemill.common.images.processor import PictureProcessor, load_processor
-from tidemill.common.images.store import BrokenImageError
 from tidemill.services.rollout.engines.engine import GenerationRequest, Picture
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import torch
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
 from tests.support.models import run_config, tiny_model
 from tests.support.pictures import Seeing, mixed_requests, noise_png, write_versions
-from tidemill.common.errors import ConfigError
-from tidemill.common.images.store import BrokenImageError
+from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 
