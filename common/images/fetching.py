@@ -86,7 +86,8 @@ def _get(url: str, config: ImagesConfig, deadline: float) -> Fetched | str:
     connection = _connect(target, config, deadline)
     remaining_s = max(0.0, deadline - time.monotonic())
     # Each operation of a socket has its own time-out: only this bounds a server that sends byte after byte.
-    watchdog = Timer(remaining_s, _shut_down, [connection])
+    # The socket itself: the connection forgets it where the answer ends with it.
+    watchdog = Timer(remaining_s, _shut_down, [connection.sock])
     watchdog.daemon = True
     watchdog.start()
     try:
@@ -211,6 +212,6 @@ def _read(response: http.client.HTTPResponse, config: ImagesConfig) -> bytes:
     return bytes(content)
 
 
-def _shut_down(connection: http.client.HTTPConnection) -> None:
-    with suppress(OSError, AttributeError):
-        connection.sock.shutdown(socket.SHUT_RDWR)
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

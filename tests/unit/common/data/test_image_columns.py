@@ -127,10 +127,12 @@ def test_a_column_of_another_name_is_named_and_never_sent(tmp_path):
     }
     (row_read,) = rows_of(tmp_path, row, columns={"images": "shot"})
     assert row_read.images == (ImageSource(content=PNG),)
-    assert row_read.extra == {"meta": {"picture": "a.png"}, "level": 3}
+    assert row_read.extra == {"solution": "2", "meta": {"picture": "a.png"}, "level": 3}
     (row_read,) = rows_of(tmp_path, row, columns={"images": "meta.picture"})
     assert row_read.images[0].path == str(tmp_path / "a.png")
-    assert row_read.extra == {"level": 3}, "what holds the picture, and other pictures, stay out"
+    assert row_read.extra == {"solution": "2", "level": 3}, (
+        "what holds the picture, and other pictures, stay out"
+    )
 
 
 def test_suffix_and_system_prompt_are_parts_too(tmp_path):
@@ -201,7 +203,7 @@ def test_the_run_notes_that_its_rows_may_have_pictures_and_refuses_what_is_blind
     assert not RunConfig.model_validate({**sections, "images": None}).data.has_images
     session = {"environment": {"use": "my_env.py:MyEnv"}}
     judged = {"rewards": {"seen": {"judge": {"servers": "s", "template": "{{ response }}"}}}}
-    servers = {"s": {"urls": ["http://localhost:1/v1"]}}
+    servers = {"s": {"base_urls": ["http://localhost:1/v1"], "model": "m"}}
     for changes, words in (
         ({"rollout": session}, "single turn"),
         ({"reward": judged, "servers": servers}, "reward.rewards.seen"),

@@ -127,13 +127,13 @@ def test_a_template_that_writes_no_placeholder_is_refused(folder):
 
 @pytest.mark.parametrize("side", ["left", "right", "middle", "drop"])
 def test_a_prompt_that_is_too_long_is_never_cut_through_a_picture(folder, side):
-    data = section(max_prompt_tokens=20, overlong_prompts=side)
+    data = section(max_prompt_tokens=19, overlong_prompts=side)
     long_text = row(1, prompt=" ".join(["w1"] * 40))
     prompts = encode(folder, row(0, (56, 56)), row(2, (100, 100)), long_text, data=data)
     assert prompts[0].row == 0 and (prompts[0].ids == PLACE).sum() == 4
     assert [prompt.row for prompt in prompts[1:]] == ([] if side == "drop" else [1])
-    with pytest.raises(ConfigError, match="max_prompt_tokens is 20"):
-        encode(folder, row(0, (100, 100)), data=section(max_prompt_tokens=20))
+    with pytest.raises(ConfigError, match="max_prompt_tokens is 19"):
+        encode(folder, row(0, (100, 100)), data=section(max_prompt_tokens=19))
 
 
 def test_other_pixels_or_another_bound_are_another_fingerprint(folder):
