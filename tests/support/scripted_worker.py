@@ -51,6 +51,5 @@ def build_player(config: RunConfig, decode: Any, read: Any) -> AgentPlayer:
 
 
 if __name__ == "__main__":
-    service.build_engine = ScriptedEngine  # type: ignore[assignment]
-    service.build_player = build_player  # type: ignore[assignment]
+    vars(service).update(build_engine=ScriptedEngine, build_player=build_player)
     sys.exit(run_service("rollout", "Generate what programs want to hear."))

@@ -137,6 +137,7 @@ async def test_frameworks_whose_worker_is_asked_to_stop_end_soon_and_their_rewar
     by_name = {names[sample.ticket]: sample for sample in samples}
     assert sorted(by_name) == sorted(names)
     for name, sample in by_name.items():
+        assert sample.session is not None
         turns = sum(len(segment.turns) for segment in (sample.session, *sample.session.forks))
         said = (name, sample.worker, sample.session.end, sample.session.reward, turns, sample.session.unread)
         assert said == (name, "first" if drain_s else "second", "max_turns", 0.5, MAX_TURNS, ())
