@@ -71,7 +71,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         ConfigError: pillow is not installed.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise ConfigError(
             "pictures need the package pillow, which is not installed here: pip install pillow"
@@ -96,7 +96,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         raise
     except Exception as error:  # PIL's readers raise many kinds for damaged bytes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, Image.UnidentifiedImageError):
+        if isinstance(error, UnidentifiedImageError):
             reason = f"it is none of {', '.join(FORMATS)} (it begins with {content[:12]!r})"
         raise BrokenImageError(f"it cannot be decoded: {reason}") from None
     return Picture(buffer.getvalue(), picture.width, picture.height)
