@@ -9,6 +9,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 ROOMS = ("docs", "examples", "infra", "services", "tests", "benchmarks")
 """Folders whose pages belong to the site, beside those at the root."""
+INSTRUCTION = "instruction.md"
+"""What a task of examples/containers says to a model: no page."""
 
 FENCE = re.compile(r"^(```|~~~) *(\w*).*?\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
 """A block of code: its fence, language and text."""
@@ -64,8 +66,10 @@ def anchor_of(heading: str) -> str:
 
 def all_pages() -> list[Page]:
     """Every page, in the order of its path."""
-    files = [*REPO.glob("*.md"), *(file for room in ROOMS for file in (REPO / room).rglob("*.md"))]
-    return [Page(file) for file in sorted(files)]
+    files = list(REPO.glob("*.md"))
+    for room in ROOMS:
+        files += (REPO / room).rglob("*.md")
+    return [Page(file) for file in sorted(files) if file.name != INSTRUCTION]
 
 
 def broken_links(pages: list[Page]) -> Iterator[str]:
