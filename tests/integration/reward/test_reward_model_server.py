@@ -235,15 +235,22 @@ async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(model, 
 
 async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, path: Path) -> None:
     standing = StandingModel(model)
-    standing.go.set()
     standing.fails_on = 7
     async with batching(standing, max_queued_rows=64) as batcher, client_of(model, path, batcher) as client:
-        lengths = (6, 7, 8, 7, 6)
-        asked = [client.post("/classify", json={"input": [5] * length}) for length in lengths]
+
+        def ask(length: int) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/classify", json={"input": [5] * length}))
+
+        first = ask(5)
+        await wait_until(lambda: len(standing.batches) == 1)
+        asked = [ask(length) for length in (6, 7, 8, 7, 6)]
+        await wait_until(lambda: len(batcher.waiting) == 5)
+        standing.go.set()
         answers = await asyncio.gather(*asked)
+        await first
     assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
     assert "7 tokens: out of memory" in answers[1].text
-    assert len(standing.batches[0]) == 5  # they were one batch
+    assert len(standing.batches[1]) == 5  # they were one batch
 
 
 async def test_a_score_that_is_no_number_fails_in_words(model: ScoringModel, path: Path) -> None:

@@ -106,7 +106,7 @@ rows = make_rows([sample], [sample.mask])
 plan = plan_tiles(rows, "padded", 100)
 zeros_N = torch.zeros(2)
 scored = replace(lay_out(plan[0]), logprobs_N=zeros_N, entropies_N=zeros_N, log_mass_N=zeros_N)
-tokens = BatchTokens(plan, MicroBatch((sample,)), "token").of_tile(0, scored, None)
+tokens = BatchTokens(plan, MicroBatch((sample,)), "token").of_tile(0, scored, {})
 assert tokens.columns["surprises"].tolist() == [0.5, 0.75]
 """
 

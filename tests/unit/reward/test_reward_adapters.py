@@ -98,10 +98,18 @@ async def test_a_machine_that_takes_no_connection_is_not_waited_for(monkeypatch:
             await adapters.compute_score("", "answer", "")
 
 
+ESTABLISHED = "01"
+"""State of a connection in /proc/net/tcp. Others are of ended ones, whose port is in use again."""
+
+
 def timers_of(port: int) -> list[str]:
-    """The kernel's timers of the connections from a port."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [row[5].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}")]
+    """The kernel's timers of the open connections from a port."""
+    timers = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, _, timer, *_ = line.split()
+        if local.endswith(f":{port:04X}") and state == ESTABLISHED:
+            timers.append(timer.partition(":")[0])
+    return timers
 
 
 async def test_the_kernel_watches_a_connection_that_waits_for_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def tokens_of_tiles(plan: list[Tile], batch: MicroBatch) -> list[Tokens]:
         scored = replace(
             tile, logprobs_N=current_N, entropies_N=ones_N, log_mass_N=torch.zeros_like(current_N)
         )
-        tokens.append(batch_tokens.of_tile(number, scored, None))
+        tokens.append(batch_tokens.of_tile(number, scored, {}))
     return tokens
 
 
