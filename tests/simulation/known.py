@@ -57,6 +57,12 @@ KNOWN = {
     "tickets are lost while they are issued": Schedule(843, Setup(group_size=2, checkpoint_every=4), (
         Fault(5.2, "restart", "", {"for_s": 1.0, "lose": 64, "before": ["XADD", "prompts"]}),
     )),
+    "entries of other tokens come under keys of the run": Schedule(
+        423, Setup(steps=4, groups_per_step=1, max_staleness=3, rollouts=1, reward_slots=2, shares_lines=True,
+        mixed=True), (
+        Fault(2.9, "foreign", "trajectories", {"what": "old"}),
+        Fault(3.9, "foreign", "trajectories", {"what": "old"}),
+    )),
     "Redis is emptied": Schedule(1, Setup(checkpoint_every=1), (Fault(4.0, "empty", "", {"flush": True}),)),
     "Redis is emptied, and everybody dies": Schedule(1, Setup(checkpoint_every=1), (
         Fault(4.0, "empty", "", {"flush": True}),
