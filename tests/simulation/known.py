@@ -63,6 +63,13 @@ KNOWN = {
         Fault(2.9, "foreign", "trajectories", {"what": "old"}),
         Fault(3.9, "foreign", "trajectories", {"what": "old"}),
     )),
+    "a version is trained again while a worker sleeps": Schedule(
+        341, Setup(steps=3, groups_per_step=3, group_size=2, max_staleness=0, checkpoint_every=4, trim=False,
+        rewards=1, sample_s=3.0, shares_lines=True), (
+        Fault(14.3, "freeze", "rollout-0", {"for_s": 30.0, "until": ["append_after", "weights", 3]}),
+        Fault(14.4, "kill", "trainer"),
+        Fault(14.4, "restart", "", {"for_s": 0.78, "lose_commits": 2}),
+    )),
     "Redis is emptied": Schedule(1, Setup(checkpoint_every=1), (Fault(4.0, "empty", "", {"flush": True}),)),
     "Redis is emptied, and everybody dies": Schedule(1, Setup(checkpoint_every=1), (
         Fault(4.0, "empty", "", {"flush": True}),
