@@ -253,6 +253,15 @@ def test_a_sample_that_has_its_picture_twice_reads_it_once(
     np.testing.assert_allclose(mine[0, 0], expected, atol=1e-12, rtol=0.0)
 
 
+def test_a_picture_counts_once_a_pass_for_what_the_tower_does(maker: PictureMaker) -> None:
+    samples = maker.samples()
+    sums = maker.policy().accumulate(one_batch(samples))
+    counts = {image.digest: image.num_tokens for sample in samples for image in sample.images}
+    assert len(counts) == 4
+    assert sums.picture_tokens == sum(counts.values())
+    assert sums.picture_pairs == sum(count**2 for count in counts.values())
+
+
 def test_pixels_that_are_not_kept_are_read_again(
     maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
