@@ -253,8 +253,9 @@ def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: in
 
 
 def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dict[str, float]:
-    """Pictures that vLLM's tower takes at a time, which is never split over GPUs, and the features that it
-    keeps: of as many tokens as it schedules in a step, or of the largest picture."""
+    """Pictures that vLLM's tower takes at a time, and the features that it keeps: of as many tokens as it
+    schedules in a step, or of the largest picture. Whole on each GPU, as what the tower's layers pass on is.
+    """
     vision: Any = getattr(sizes.config, "vision_config", None)
     if config.images is None or vision is None:
         return {}

@@ -462,9 +462,9 @@ def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     # Ranks that share a pass have its tokens in parts, and each of them all its pictures.
     shared = {"num_ranks": 2, "context_ranks": 2}
     of_two = RunConfig.model_validate(tree | {"images": {}, "trainer": shared})
-    part = trainer_take(of_two, sizes, 80 * GIB, 3000, recomputed=False).parts
-    assert part["pixels of pictures"] == 2 * takes[0].parts["pixels of pictures"]
-    assert part["activations of the tower"] == 2 * activations[0]
+    take_of_two = trainer_take(of_two, sizes, 80 * GIB, 3000, recomputed=False)
+    assert take_of_two.parts["pixels of pictures"] == 2 * takes[0].parts["pixels of pictures"]
+    assert take_of_two.parts["activations of the tower"] == 2 * activations[0]
 
 
 @pytest.mark.parametrize(
