@@ -85,7 +85,6 @@ class BesideModel(NamedTuple):
 class PolicyCore(Protocol):
     """What an option sees of its policy."""
 
-    options: "Sequence[PolicyOption]"
     device: torch.device
 
     @property
@@ -122,8 +121,8 @@ class PolicyOption:
     freezes_model = False
     """Whether a checkpoint and the digest of commits have what is trained in place of the whole model."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
-        """Called by `load_options`; the model is there, and nothing is changed yet."""
+    def __init__(self, settings: OptionSettings) -> None:
+        """Called by `load_options`, before any hook."""
 
     # As the policy is made: `change_model` of all options, then `join` of all, then the policy's own scorer.
 
@@ -219,7 +218,7 @@ class PolicyOption:
 
     def save_beside(self, folder: Path, writes: bool) -> None:
         """Write files beside a version's weights; of several ranks one `writes`. Called by the policy's
-        `begin_writing`."""
+        `begin_writing`; where a disk refuses, that is called again, on all ranks."""
 
     def marks(self) -> dict[str, Tensor]:
         """Bytes that the digest of commits covers beside what is trained. Called for each digest."""
@@ -280,20 +279,19 @@ def _wants_routers(settings: OptionSettings, model: PreTrainedModel) -> bool:
 
 
 OPTIONS = {
-    # They change the model.
     "images": OptionRow("images:Images", _has_pictures),
     "adapters": OptionRow("adapters:Adapters", _wants_adapters),
     "liger": OptionRow("liger:LigerKernels", _may_want_liger),
+    # After adapters and kernels: it tries, and compiles, the layers that are trained.
     "compiler": OptionRow("compiling:Compiler", _wants_compiler),
-    # They copy it, or read its hidden states.
     "reference": OptionRow("reference:ReferenceModel", _wants_copy_for_reference),
     "value_head": OptionRow("value_head:ValueHead", _wants_value_head),
     "critic": OptionRow("critic:Critic", _wants_critic),
-    # Its hooks on the model are in no copy.
+    # After the reference and the critic: a copy of a model with its hooks would run the policy's routers.
     "routers": OptionRow("routers:Routers", _wants_routers),
     "offload": OptionRow("offload:OffloadedMoments", _wants_moments_on_host),
 }
-"""By name, in the order in which hooks are called."""
+"""By name, in the order in which hooks are called: where it decides, a line says why."""
 
 
 def load_options(settings: OptionSettings, model: PreTrainedModel) -> list[PolicyOption]:
@@ -303,5 +301,5 @@ def load_options(settings: OptionSettings, model: PreTrainedModel) -> list[Polic
         if row.is_wanted(settings, model):
             file, _, name = row.implementation.partition(":")
             kind = getattr(importlib.import_module(f"{__package__}.{file}"), name)
-            options.append(kind(settings, model))
+            options.append(kind(settings))
     return options
