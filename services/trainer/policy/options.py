@@ -1,14 +1,17 @@
 """What a policy may have beside its model: options, each a file that is imported where a run's config asks.
 
 The core of the policy imports none of these files, which an import contract checks. It calls hooks of
-`policy.options`, in the order of `OPTIONS`; an option overrides those that it needs:
+`policy.options`, in the order of `OPTIONS`, and reads attributes, which stand here after a `;`. An option
+overrides those that it needs:
 
-    as the policy is made      change_model, join, beside_model, modules
-    a tile and its pass        complete_tile, around_trial, around_pass, pass_scores, columns_of, sums_of
-    columns of samples         columns, precompute
+    as the policy is made      change_model, join, beside_model, modules; optimizer
+    a tile and its pass        complete_tile, around_trial, around_pass, pass_scores, columns_of, sums_of;
+                               reads_hidden
+    columns of samples         precompute; columns
     an update, a step          begin_update, end_step
-    a checkpoint               freezes_model, state, check_state
+    a checkpoint               state, check_state; freezes_model
     what is published          base_of, published, save_beside, marks
+    what the trainer asks      ; routing, processor
 
 Where several ranks train, each of them has the same options and calls the same hooks in the same order, so
 that a hook may make calls of all ranks.
@@ -115,7 +118,8 @@ class PolicyOption:
     reads_hidden = False
     """Whether `columns_of` needs `hidden_NH` of a tile."""
     columns: tuple[str, ...] = ()
-    """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step."""
+    """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step. Each
+    is a row of `COLUMNS` (`groups/columns.py`)."""
     optimizer: type[AdamW] | None = None
     """The kind of AdamW that trains, in place of torch's own."""
     freezes_model = False
