@@ -67,6 +67,8 @@ LEAST_BEAT_S = 1.0
 """Between two heartbeats of the worker that are a call of their own: RQ sends three for each job."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
+"""RQ waits for a job for 15 s less than this. The worker's entry in Redis must outlive that wait, before
+which no beat may be sent: then it has what RQ gives it with a job, `BEAT_S` + 60 s."""
 PAUSE_S = 1.0
 NOT_SHORT = "0"
 """Line that says that a start works again. Others have the `errno` of what the machine lacks, and why."""
@@ -188,6 +190,9 @@ class CodeWorker(Worker):
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Say that this worker is there, unless it has said so in the last `LEAST_BEAT_S`. Beats that go with
         other commands cost nothing, and are sent in any case."""
+        # Nobody waits for these. That a worker hangs or is gone shows in the heartbeat of its job, which
+        # `_wait_for` has RQ send every `BEAT_S`: the reward worker asks again `LOST_S` after the last one
+        # (`services/reward/rewards/sandbox.py`). A job that no worker has taken waits for any of them.
         if pipeline is None and timeout is None:
             now = time.monotonic()
             if now < self._beat_at + LEAST_BEAT_S:
