@@ -433,11 +433,11 @@ def _make(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
         raise ConfigError(f"reward.function {reference}: making its object failed: {error}") from None
 
 
-def _check_class(made_of: type, reference: str) -> None:
-    has_method = callable(getattr(made_of, "compute_score", None))
-    calls = next((vars(base)["__call__"] for base in made_of.__mro__ if "__call__" in vars(base)), None)
+def _check_class(reward_class: type, reference: str) -> None:
+    has_method = callable(getattr(reward_class, "compute_score", None))
+    calls = next((vars(base)["__call__"] for base in reward_class.__mro__ if "__call__" in vars(base)), None)
     takes_tensors = calls is not None and "data" in signature_of(calls, reference).parameters
-    if not has_method and (hasattr(made_of, "run_single") or takes_tensors):
+    if not has_method and (hasattr(reward_class, "run_single") or takes_tensors):
         raise ConfigError(
             f"reward.function {reference} is a reward manager, as verl registers them: it takes batches of "
             "tensors, which no reward sees here. Name the function that it calls (path.py:compute_score), or "
