@@ -15,8 +15,9 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError
@@ -46,6 +47,8 @@ from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
+
+T = TypeVar("T")
 
 BAD_REQUEST = 400
 NOT_FOUND = 404
@@ -428,13 +431,7 @@ class GatewaySession:
         """The history that the question continues; a long question is tokenized on a thread."""
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
-        try:
-            return await asyncio.to_thread(self.histories.find, question)
-        except RuntimeError as error:
-            if not is_machine_fault(error):
-                raise
-            # No thread can be started: the session must not fail for that.
-            return self.histories.find(question)
+        return await run_on_thread(self.histories.find, question)
 
     async def _start(self, question: Question) -> Exchange:
         limits = self._limits
@@ -584,6 +581,17 @@ class GatewaySession:
         answer = _answer_of(question, generation, parsed, self._decode, len(ids))
         history.hold(question, answer)
         return answer
+
+
+async def run_on_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like `asyncio.to_thread`. Where the machine can start no thread, the event loop waits for the call: the
+    session must not fail for that."""
+    try:
+        return await asyncio.to_thread(function, *args)
+    except RuntimeError as error:
+        if not is_machine_fault(error):
+            raise
+        return function(*args)
 
 
 def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:

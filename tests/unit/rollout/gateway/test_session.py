@@ -20,7 +20,7 @@ from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
-from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 from tidemill.services.trainer.groups.sample import make_sample
 
 CHAT = ByteChat()
@@ -585,3 +585,13 @@ async def test_a_client_that_shortens_its_history_step_by_step_goes_on() -> None
         statuses.append(refused.value.status)
     assert statuses == [400, 400]
     assert (await run.turn("ok", USER))["content"] == "ok" and run.came_to.end == "done"
+
+
+async def test_a_long_question_is_answered_where_the_machine_can_start_no_thread(monkeypatch):
+    async def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("asyncio.to_thread", refuse)
+    run = Run(max_model_len=2 * LONG_CHARACTERS)
+    answer = await run.turn("ok", USER | {"content": "x" * LONG_CHARACTERS})
+    assert answer["content"] == "ok"
