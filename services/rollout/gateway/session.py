@@ -87,6 +87,9 @@ class Exchange:
     """Whether the client has gone on with the answer: it has the answer in a history."""
     is_cut: bool = False
     """Whether the client has gone on with a beginning of the answer."""
+    begun_again: "list[Exchange]" = field(default_factory=list)
+    """Exchanges by which the client has asked an earlier question of the history again, while calls of this
+    answer were open."""
 
     @property
     def answer(self) -> Answer | None:
@@ -110,6 +113,11 @@ class Exchange:
         return not self.is_read and (is_other_read or delivered[-1:] != [self])
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether the client has begun again in place of answering the calls: it may never have had them."""
+        return any(exchange.num_delivered for exchange in self.begun_again)
+
+    @property
     def unread(self) -> Unread | None:
         """Why no program has read the answer; None where one has, as far as the gateway knows."""
         if self.is_read or self.answer is None:
@@ -118,7 +126,7 @@ class Exchange:
             return "not_delivered"
         if self.is_cut:
             return "cut"
-        return "asked_again" if self.is_replaced else None
+        return "asked_again" if self.is_replaced or self.is_given_up else None
 
 
 class GatewaySession:
@@ -320,6 +328,15 @@ class GatewaySession:
                     exchange = self._by_answer[last.id]
                     exchange.is_cut = exchange.is_streamed
 
+    def _note_begun_again(self, question: Question, exchanges: list[Exchange]) -> None:
+        """Note which answers the client has given up by going back to the question, of which these are the
+        new exchanges: answers whose calls are open. One without calls was the end of what an agent was asked,
+        and agents are asked the same twice."""
+        for history in self.histories.all:
+            last = history.last_answer
+            if last is not None and last.calls and history.begins_with(question.identities):
+                self._by_answer[last.id].begun_again = exchanges
+
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
         # First: a question that waits for the lock finds it closed, and starts no turn that would run on.
@@ -492,8 +509,11 @@ class GatewaySession:
     def _begin_exchange(self, history: RecordedHistory, question: Question) -> Exchange:
         request_key = question.request_key
         repeats = self._repeats.get(request_key, [])
-        if self._is_sampling or any(exchange.is_read for exchange in repeats):
+        if self._is_sampling:
             repeats = []
+        elif any(exchange.is_read for exchange in repeats):
+            repeats = []
+            self._note_begun_again(question, repeats)
         exchange = Exchange(history, repeats)
         repeats.append(exchange)
         self._repeats[request_key] = repeats
