@@ -88,8 +88,8 @@ class ImageStore:
 
         Raises:
             BrokenImageError: it is missing, or is not what was stored.
-            StoreError: the store is away, which says nothing about the picture; `UnreadableError` where others
-                can be read, `RefusedError` where it refuses this process's keys.
+            StoreError: the store is away, which says nothing about the picture; `UnreadableError` where
+                others can be read, `RefusedError` where it refuses this process's keys.
         """
         name = _name(image.digest)
         png = self._read_file(name) if self._objects is None else self._read_object(self._objects, name)

@@ -37,8 +37,8 @@ class PictureCheck:
         is.
 
         Raises:
-            StoreError: as `ImageStore.read`. Its text begins with `PICTURES_FAULT`, as it becomes the sample's
-                fault where only this picture cannot be read.
+            StoreError: as `ImageStore.read`. Its text begins with `PICTURES_FAULT`, as it becomes the
+                sample's fault where only this picture cannot be read.
         """
         for segment in sample.segments:
             is_banned = np.isin(segment.completion_ids, self._processor.banned_ids)

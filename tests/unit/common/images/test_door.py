@@ -126,10 +126,13 @@ def test_a_url_is_fetched_once_in_a_run_also_over_a_restart(tmp_path, monkeypatc
     first = door.take(sources)
     assert door.take(sources) == first
     assert len(fetched) == 2
+    assert open_door(tmp_path).take(sources) == first
+    assert len(fetched) == 3, "a start that was refused for it asks again for what failed"
+    door.keep_failures()
     assert open_door(tmp_path).take(sources) == first, "the notes say it, also what failed"
-    assert len(fetched) == 2
+    assert len(fetched) == 3
     open_door(tmp_path, ImagesConfig(max_pixels=100)).take(sources)
-    assert len(fetched) == 4, "another bound makes another picture"
+    assert len(fetched) == 5, "another bound makes another picture"
 
 
 def test_after_a_restart_nothing_is_decoded_and_a_file_that_changed_is_another_picture(tmp_path, monkeypatch):

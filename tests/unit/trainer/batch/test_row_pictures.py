@@ -11,8 +11,10 @@ from tests.support.vision import VOCAB, chat_template, file_of, make_tokenizer, 
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.data.dataset import Row
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.images import door as door_module
 from tidemill.common.images.door import ImageDoor
+from tidemill.common.images.fetching import Fetched
 from tidemill.common.images.processor import load_processor
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
@@ -100,6 +102,25 @@ def test_a_row_that_cannot_be_had_is_left_out_alone_with_its_reason(folder, brok
     assert warning["first"][0].startswith("a.jsonl line 2: ") and words in warning["first"][0]
     with pytest.raises(ConfigError, match=r"a\.jsonl line 2: "):
         encode(folder, row(0, (4, 4)), broken, max_per_prompt=2, broken="error")
+
+
+def test_a_url_that_failed_is_asked_again_until_a_run_goes_on_without_it(folder, monkeypatch):
+    fetched = []
+
+    def fetch(url: str, _: ImagesConfig) -> Fetched:
+        fetched.append(url)
+        raise BrokenImageError("status 404")
+
+    monkeypatch.setattr(door_module, "fetch", fetch)
+    images = (ImageSource(url="http://a.example/gone"),)
+    gone = Row(QUESTION, "", "2", {}, 1, "line 2", images=images)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="status 404"):
+            encode(folder, row(0, (4, 4)), gone, broken="error")
+    assert len(fetched) == 2
+    for _ in range(2):
+        assert [prompt.row for prompt in encode(folder, row(0, (4, 4)), gone)] == [0]
+    assert len(fetched) == 3
 
 
 def test_where_no_row_is_left_the_first_reason_is_the_error(folder):
