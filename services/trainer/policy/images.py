@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from tidemill.common.errors import ConfigError, StoreError
 from tidemill.common.images.processor import load_processor
 from tidemill.common.images.store import ImageStore
+from tidemill.common.store.claims import Refusals
 from tidemill.common.wire.images import Image
 from tidemill.services.trainer.groups.trie import Indices
 from tidemill.services.trainer.policy.layers import body_of, tower_of
@@ -107,9 +108,6 @@ class Images(PolicyOption):
         if not self._trains_tower:
             for module in tower_of(model):
                 module.requires_grad_(False)
-        # A pass would take those that an earlier one left here for its own.
-        if self._processor.family.has_grid_positions:
-            body.rope_deltas = None
 
     def complete_tile(self, tile: Tile) -> Tile:
         # Of text, too: engines leave these ids out of every distribution that they sample from.
@@ -172,8 +170,12 @@ class Images(PolicyOption):
         return grid_positions
 
     def _pixels_of(self, image: Image) -> Pixels:
-        """What the processor makes of a picture, on the host. Raises BrokenImageError: it has gone from
-        the store since its sample arrived."""
+        """What the processor makes of a picture, on the host.
+
+        Raises:
+            BrokenImageError: it has gone from the store since its sample arrived.
+            ConfigError: the store refuses the keys of this process.
+        """
         pixels = self._cached.pop(image.digest, None)
         if pixels is None:
             pixels = self._processor.pixels([self._read(image)])
@@ -185,12 +187,15 @@ class Images(PolicyOption):
         return pixels
 
     def _read(self, image: Image) -> bytes:
-        """The stored bytes; waits while the store is away."""
+        """The stored bytes; waits while the store is away. Raises ConfigError: the store refuses the keys of
+        this process."""
         pause_s = FIRST_PAUSE_S
+        refusals = Refusals()
         while True:
             try:
                 return self._store.read(image)
             except StoreError as error:
+                refusals.note(error)
                 log.warning("waiting for the store of images", error=str(error))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
