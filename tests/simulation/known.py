@@ -331,5 +331,9 @@ KNOWN = {
         Fault(2.0, "kill", "rollout-0", {"step": "file", "count": 11}),
         Fault(5.7, "vanish", "", {"count": 4}),
     )),
+    "a second trainer is started in the same folder": Schedule(
+        137, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(2.7, "second"),
+    )),
 }
 # fmt: on

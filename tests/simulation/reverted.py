@@ -88,7 +88,7 @@ REVERTED = (
         "Redis is emptied during an evaluation, and a worker starts"),
     Mutant("config and mark are set one after the other", f"{BATCH}/reconciler.py",
         "        await self.broker.pipeline(unit, atomic=True)\n",
-        "        for command in unit[::-1]:\n            await self.broker.execute(*command)\n",
+        "        for command in unit:\n            await self.broker.execute(*command)\n",
         "Redis loses the config and keeps the mark"),
     Mutant("tickets that the stream has passed over are waited for", f"{DURABLE}/recovery.py",
         "        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]\n",
