@@ -1,5 +1,6 @@
 """Samples with pictures: their numbers are those of transformers' own pass over each of them alone."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
+from tests.support.allocations import peak_bytes
 from tests.support.models import (
     gradients_of,
     load_state,
@@ -251,6 +253,35 @@ def test_a_sample_that_has_its_picture_twice_reads_it_once(
     with torch.no_grad():
         expected = maker.plain_logprobs(maker.plain_model(), sample).numpy()
     np.testing.assert_allclose(mine[0, 0], expected, atol=1e-12, rtol=0.0)
+
+
+def test_a_steps_memory_does_not_grow_with_its_pictures(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight large pictures a sample: a pass has two samples of those there are. Pixels that are kept for the
+    next passes have a bound of their own."""
+    monkeypatch.setattr(images, "CACHED_BYTES", 0)
+    pictures = [png_of(seed, 112, 112) for seed in range(16)]
+    pairs = [pictures[first : first + 8] for first in range(8)]
+    samples = [maker.sample((n, 0), of_sample, seed=n) for n, of_sample in enumerate(pairs)]
+    size = 2 * samples[0].num_tokens
+    policy = maker.policy(torch.float32, train_tower=True, micro_batch_tokens=size)
+    policy.accumulate(one_batch(samples[:1]))  # gradients are there from now on
+    peaks = []
+    for num, num_passes in ((2, 1), (8, 4)):
+        batch = one_batch(samples[:num])
+        assert len(policy._plan(batch.samples)) == num_passes
+        peaks.append(peak_bytes(partial(policy.accumulate, batch)))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_a_picture_counts_once_a_pass_for_what_the_tower_does(maker: PictureMaker) -> None:
+    samples = maker.samples()
+    sums = maker.policy().accumulate(one_batch(samples))
+    counts = {image.digest: image.num_tokens for sample in samples for image in sample.images}
+    assert len(counts) == 4
+    assert sums.picture_tokens == sum(counts.values())
+    assert sums.picture_pairs == sum(count**2 for count in counts.values())
 
 
 def test_pixels_that_are_not_kept_are_read_again(
