@@ -248,7 +248,7 @@ class _Images:
     def __init__(self) -> None:
         self.urls: list[str] = []
         self._numbers: dict[Any, int] = {}
-        """Index of each picture. TRL decodes that of a row anew for each completion, and to compare pixels takes
+        """Index of each picture. TRL decodes that of a row anew for each completion; to compare pixels takes
         much less time than to write a PNG."""
 
     def take(self, prompt: Any, row: dict[str, Any]) -> tuple[Any, list[int]]:
