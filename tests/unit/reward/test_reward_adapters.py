@@ -72,7 +72,7 @@ def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:
 async def test_neighbours_with_the_same_row_are_a_group_also_where_a_column_has_no_number(monkeypatch):
     groups: list[int] = []
 
-    async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def scores_of(samples: list[dict[str, Any]], images: Sequence[str]) -> list[dict[str, Any]]:
         groups.extend(sample["group"] for sample in samples)
         return [{"value": 1.0} for _ in samples]
 
