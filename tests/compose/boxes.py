@@ -257,7 +257,7 @@ async def test_an_agent_that_guesses_the_key_of_another_session_is_refused_and_c
     answers = answers_of(attacked)
     assert len(answers) == 2
     for answer in answers:
-        assert re.search(r"tried \d{2,} statuses \[401, 404\]", answer), answer
+        assert re.search(r"tried \d{2,} statuses \[(401, )?404\]", answer), answer
     roles = [message["role"] for message in beside.session.messages]
     assert roles == ["assistant", "tool", "assistant", "tool", "assistant"]
 

@@ -1,5 +1,6 @@
 """A Docker engine and Compose: the ones of this machine, or an engine of the test's own."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 START_TIMEOUT_S = 60.0
 MAX_STARTS = 3
@@ -116,10 +119,18 @@ class Engine:
         (self.folder / "dockerd.pid").unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Stop it, and its containers."""
+        """Stop it, and its containers; also what an engine that was killed has left."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(START_TIMEOUT_S)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if f"{self.folder}/exec/containerd/containerd.sock" in process.cmdline():
+                    process.kill()
+        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for folder in sorted(mounted, reverse=True):
+            if folder.startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "-l", folder], check=True)
 
 
 def run(command: list[str], env: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:

@@ -120,7 +120,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "tool", "steps", "group_size"), [("agentbox", "run_command", 6, 4), ("verifiers", "shell", 1, 2)]
+    ("way", "tool", "steps", "group_size"), [("agentbox", "run_command", 8, 4), ("verifiers", "shell", 1, 2)]
 )
 async def test_up_trains_on_eight_tasks_and_the_page_of_a_session_has_commands_and_answers(
     way: str, tool: str, steps: int, group_size: int, tmp_path: Path
@@ -151,7 +151,7 @@ async def test_up_trains_on_eight_tasks_and_the_page_of_a_session_has_commands_a
         f"trainer.group_size={group_size}",
         "trainer.num_threads=1",
         "trainer.micro_batch_tokens=4096",
-        "trainer.optimizer.lr=3e-3",
+        "trainer.optimizer.lr=1e-3",
     ]
     if way == "verifiers":
         settings.append(f"rollout.environment.agent={PLAY} {OPTIONS}")
