@@ -179,7 +179,7 @@ class Watch:
         return accumulated
 
     def updated(self, digest: str, samples: dict[Key, bytes]) -> None:
-        """These samples have become weights with this digest, in a trainer beside which no other one lives."""
+        """These samples have become weights with this digest, in a trainer that is the only one alive."""
         self.trained.setdefault(digest, []).append(samples)
         trainer = OWNER.get(self.world.loop.world)
         before = self._trainer
