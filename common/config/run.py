@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
+from tidemill.common.config.reward import RewardConfig, blind_because, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
@@ -112,8 +112,6 @@ class ExpectConfig(Section):
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 """Beginning of the reason why an option is refused that compares with rollout logprobs."""
-BLIND_KINDS = ("judge", "model", "teacher")
-"""Kinds of rewards that would not get the pictures of a prompt."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -164,12 +162,10 @@ class RunConfig(Section):
                 f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
                 f"{environment.use}; take single_turn, or leave out `images`"
             )
-        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
-        if blind:
-            yield (
-                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
-                "models and teachers get none yet. Take a function or a sandbox"
-            )
+        for name, reward in self.reward.named.items():
+            problem = blind_because(reward, self.servers)
+            if problem:
+                yield f"images: reward.rewards.{name} would score without the pictures: {problem}"
         if self.data.chat_template == "never":
             yield (
                 "images: the places of pictures are written by the chat template, and data.chat_template is "

@@ -15,6 +15,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from tests.support.rank_runs import policy_on
 from tests.support.samples import sample_of
+from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
@@ -61,10 +62,7 @@ def compute_in_float64(monkeypatch: Any) -> None:
 
 def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
     """A picture of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    PilImage.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return file_of(noise(width, height, seed))
 
 
 class PictureMaker:

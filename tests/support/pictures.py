@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from PIL import Image as PILImage
@@ -16,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.versions import Chain
+from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.wire.images import Image
@@ -34,11 +34,7 @@ SIZES = ((56, 56), (90, 60), (64, 120))
 
 def noise_png(seed: int, size: tuple[int, int] = SIZES[0]) -> bytes:
     """A picture as the store has it."""
-    width, height = size
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    PILImage.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return file_of(noise(*size, seed))
 
 
 def image_of(png: bytes, first: int, num_tokens: int) -> Image:

@@ -27,7 +27,7 @@ Backend = str | Callable[..., Any]
 class Compiler(PolicyOption):
     """`trainer.compile`."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         self._settings = settings
 
     def change_model(self, model: PreTrainedModel) -> None:

@@ -90,10 +90,9 @@ def _gathered(of_pictures: Sequence[Tensor], feature_F: Tensor) -> tuple[Tensor]
 class Images(PolicyOption):
     """The pictures of one run's samples."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         pictures = settings.pictures
         assert pictures is not None, "the config asks for them"
-        self._model = model
         self._trains_tower = settings.trainer.train_tower
         self._processor = load_processor(pictures.model_path, pictures.images)
         self._banned_ids = torch.tensor(self._processor.banned_ids)
@@ -110,6 +109,7 @@ class Images(PolicyOption):
     def change_model(self, model: PreTrainedModel) -> None:
         """Freeze what turns pictures into features, unless it is trained. Raises ConfigError: this release of
         transformers does not take features."""
+        self._model = model
         body: Any = body_of(model)
         if FEATURES not in inspect.signature(body.forward).parameters:
             raise ConfigError(

@@ -175,6 +175,7 @@ class TransformersPolicy(ExportsWeights):
         self._parameters = [*of_model]
         self._rates: dict[str, float] = {}
         """Peak learning rates by name, where an option has its own."""
+        # In this order, too: their norm is a sum, which rounds otherwise in another one.
         clipped_together = [*of_model]
         self._clipped = [clipped_together]
         """Parameters whose gradients have one norm, and are clipped by it; first those of the model."""
