@@ -24,6 +24,8 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Activations of a prefill, and graphs, of an engine."""
+HELD_GROUPS = 64
+"""Groups that a worker holds with `max_groups_in_flight: auto`, where the KV cache bears them."""
 ASLEEP_BYTES = 2.0 * GIB
 """Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
@@ -268,6 +270,19 @@ def _key_bytes(text: Any, width: int, ways: int) -> int:
     return 2 * width * head_size(text) * max(1, -(-heads // ways))
 
 
+def _held_pixels(config: RunConfig, sizes: ModelSizes) -> float:
+    """Pixels that an engine's process holds for the prompts in its hands: all their tokens may stand for
+    pictures."""
+    vision: Any = getattr(sizes.config, "vision_config", None)
+    if config.images is None or vision is None:
+        return 0.0
+    groups = config.rollout.max_groups_in_flight
+    num_tokens = config.data.max_prompt_tokens * (HELD_GROUPS if groups == "auto" else groups)
+    num_patches = num_tokens * int(getattr(vision, "spatial_merge_size", 1)) ** 2
+    num_values = 3 * int(vision.patch_size) ** 2 * int(getattr(vision, "temporal_patch_size", 1))
+    return 4.0 * num_patches * num_values
+
+
 def host_take(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
 ) -> Take:
@@ -280,6 +295,9 @@ def host_take(
     starting = {}
     if engines:
         always["full versions that engines stage"] = element_bytes(config) * count * engines
+        pixels = engines * _held_pixels(config, sizes)
+        if pixels:
+            always["pixels of pictures in engines"] = pixels
         if config.weights.base_every > 1 and element_bytes(config) == 2:
             share = config.weights.max_share_changed
             training["changes that engines stage"] = 6.0 * share * count * engines
