@@ -61,6 +61,12 @@ class PictureProcessor:
         `image_grid_thw`. Raises ValueError: the processor refuses one."""
         return self._process([open_png(png) for png in pictures])
 
+    def blank(self) -> "dict[str, torch.Tensor]":
+        """The model's inputs for a small picture."""
+        from PIL import Image
+
+        return self._process([Image.new("RGB", (SMALL, SMALL))])
+
     def num_tokens(self, pictures: Sequence[bytes]) -> list[int]:
         """How many tokens stand for each picture. Raises ValueError: the processor refuses one."""
         return [self.num_tokens_of(*size_of(png)) for png in pictures]

@@ -79,8 +79,8 @@ class Seeing:
         params = SamplingParams.model_validate({"max_tokens": 12} | sampling)
         return GenerationRequest(name, ids, params, pictures=pictures)
 
-    def model(self) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
 
     @torch.inference_mode()
     def expected(self, model: Any, request: GenerationRequest, generation: Generation) -> list[float]:
@@ -90,10 +90,11 @@ class Seeing:
         inputs = {}
         if request.pictures:
             inputs = self.processor.pixels([picture.png for picture in request.pictures])
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
             if self.processor.family.token_types:
                 is_pixel_1T = ids_1T == self.processor.placeholder_id
                 inputs[self.processor.family.token_types] = is_pixel_1T.int()
-        logits_TV = model(input_ids=ids_1T, use_cache=False, **inputs).logits[0].float()
+        logits_TV = model(input_ids=ids_1T, use_cache=False, **inputs).logits[0]
         if hasattr(model.model, "rope_deltas"):
             model.model.rope_deltas = None  # a later pass would take them
         logits_TV[:, list(self.processor.banned_ids)] = -torch.inf

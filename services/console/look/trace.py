@@ -250,7 +250,7 @@ def session_parts(trajectory: Trajectory) -> Iterator[Node]:
 UNREAD = {
     "not_delivered": "its response broke before its end",
     "cut": "the client went on with a beginning of it",
-    "asked_again": "the same was asked again, and another answer counts",
+    "asked_again": "the same was asked again, or the agent began again: another answer counts",
 }
 
 
