@@ -24,10 +24,10 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Activations of a prefill, and graphs, of an engine."""
-HELD_GROUPS = 64
-"""Groups that a worker holds with `max_groups_in_flight: auto`, where the KV cache bears them."""
 VLLM_STEP_TOKENS = 2048
 """Tokens that vLLM schedules in a step, unless `rollout.vllm.extra` says otherwise."""
+USUAL_GROUPS = 64
+"""Groups that a worker holds with `max_groups_in_flight: auto`, where prompts are long."""
 ASLEEP_BYTES = 2.0 * GIB
 """Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
@@ -273,6 +273,22 @@ def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dic
     }
 
 
+def _pictures_of_host(config: RunConfig, sizes: ModelSizes, engines: int) -> dict[str, float]:
+    """Pixels of the groups that workers hold, as many as a prompt has tokens for: each group's once in the
+    worker, and once in vLLM's core for each of its samples, which are requests of their own there."""
+    vision: Any = getattr(sizes.config, "vision_config", None)
+    if config.images is None or vision is None:
+        return {}
+    groups = config.rollout.max_groups_in_flight
+    num_groups = USUAL_GROUPS if groups == "auto" else groups
+    num_tokens = min(
+        config.data.max_prompt_tokens, config.images.max_per_prompt * _largest_picture(config, vision)
+    )
+    of_prompt = _pixel_bytes(vision, num_tokens * _patches_of_token(vision))
+    copies = 1 + config.largest_group_size
+    return {"pixels of prompts in flight": copies * of_prompt * num_groups * engines}
+
+
 def _largest_picture(config: RunConfig, vision: Any) -> int:
     """Most tokens of a picture."""
     assert config.images is not None, "a run of text has none"
@@ -312,17 +328,6 @@ def _key_bytes(text: Any, width: int, ways: int) -> int:
     return 2 * width * head_size(text) * max(1, -(-heads // ways))
 
 
-def _held_pixels(config: RunConfig, sizes: ModelSizes) -> float:
-    """Pixels that an engine's process holds for the prompts in its hands: all their tokens may stand for
-    pictures."""
-    vision: Any = getattr(sizes.config, "vision_config", None)
-    if config.images is None or vision is None:
-        return 0.0
-    groups = config.rollout.max_groups_in_flight
-    num_tokens = config.data.max_prompt_tokens * (HELD_GROUPS if groups == "auto" else groups)
-    return _pixel_bytes(vision, num_tokens * _patches_of_token(vision))
-
-
 def host_take(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
 ) -> Take:
@@ -335,9 +340,7 @@ def host_take(
     starting = {}
     if engines:
         always["full versions that engines stage"] = element_bytes(config) * count * engines
-        pixels = engines * _held_pixels(config, sizes)
-        if pixels:
-            always["pixels of pictures in engines"] = pixels
+        always |= _pictures_of_host(config, sizes, engines)
         if config.weights.base_every > 1 and element_bytes(config) == 2:
             share = config.weights.max_share_changed
             training["changes that engines stage"] = 6.0 * share * count * engines
