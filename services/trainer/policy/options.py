@@ -5,8 +5,8 @@ The core of the policy imports none of these files, which an import contract che
 overrides those that it needs:
 
     as the policy is made      change_model, join, beside_model, modules; optimizer
-    a tile and its pass        complete_tile, around_trial, around_pass, pass_scores, columns_of, sums_of;
-                               reads_hidden
+    a tile and its pass        fetch, complete_tile, around_trial, around_pass, pass_scores, columns_of,
+                               sums_of; reads_hidden
     columns of samples         precompute; columns
     an update, a step          begin_update, end_step
     a checkpoint               state, check_state; freezes_model
@@ -148,10 +148,15 @@ class PolicyOption:
 
     # A tile, and its pass through the model.
 
+    def fetch(self, plan: Sequence[Tile]) -> None:
+        """Read what the passes of these tiles need from elsewhere. Called where several ranks train, before
+        they meet for the first of these passes: within them no rank may be late."""
+
     def complete_tile(self, tile: Tile) -> Tile:
-        """The tile with more inputs of the model (`model_kwargs`). Called by the policy for each tile with
-        rows of samples, when its tensors have been made and before any model or rank gets it: the reference
-        and the critic have the same inputs."""
+        """The tile with more inputs of the model (`model_kwargs`). Called by the policy for each tile, when
+        its tensors have been made and before any model or rank gets it: the reference and the critic have the
+        same inputs. Also for tiles without rows, of ranks that have no samples left: they make the same calls
+        of all ranks as the others."""
         return tile
 
     def around_trial(self) -> AbstractContextManager[None]:
