@@ -156,13 +156,6 @@ class RunConfig(Section):
                     "add `images: {}`, or leave it out"
                 )
             return
-        if trainer.num_ranks > 1:
-            yield (
-                f"trainer.num_ranks is {trainer.num_ranks}, and runs with pictures (images) train on one "
-                "rank: leave it out"
-            )
-        if trainer.compile:
-            yield "trainer.compile does not work with pictures (images) yet: leave it out"
         environment = self.rollout.environment
         if not environment.is_single_turn:
             yield (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
-from tidemill.common.images.sources import ImageSource, looks_like_pictures, parse_source
+from tidemill.common.images.sources import ImageSource, looks_like_pictures, names_pictures, parse_source
 
 IMAGES = ("images", "image")
 """The first of these columns that a row has holds its pictures."""
@@ -133,9 +133,10 @@ def _kind_of(item: Any) -> Any:
 
 
 def check_no_pictures(columns: Mapping[str, Any], origin: str, reason: str) -> None:
-    """Raises ConfigError: a column has pictures, and would send pixels through Redis."""
+    """Raises ConfigError: a column has pictures, which the model would not see, and whose pixels would go
+    through Redis."""
     for name, value in columns.items():
-        if looks_like_pictures(value):
+        if looks_like_pictures(value) or (name in IMAGES and names_pictures(value)):
             raise ConfigError(f"{origin}: column {name!r} holds pictures, and {reason}.")
 
 

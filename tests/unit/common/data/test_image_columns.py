@@ -182,6 +182,10 @@ def test_a_run_without_the_section_refuses_pictures_and_says_what_to_add(tmp_pat
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": parts, "answer": "2"}))
     with pytest.raises(ConfigError, match="need the section `images`"):
         read_training_rows(section(str(tmp_path / "a.jsonl"), has_images=False))
+    for value in (["a.png"], "shots/a.JPEG", ["http://a.example/7"], "data:image/png;base64,aGk="):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "answer": "2", "images": value}))
+        with pytest.raises(ConfigError, match=r"column 'images' holds pictures.*images: {}"):
+            read_training_rows(section(str(tmp_path / "a.jsonl"), has_images=False))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x", "answer": "2", "image": "ubuntu:24.04"}))
     (row,) = read_training_rows(section(str(tmp_path / "b.jsonl"), has_images=False))[""]
     assert row.extra["image"] == "ubuntu:24.04" and not row.images, (
