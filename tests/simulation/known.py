@@ -4,8 +4,12 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 
 # fmt: off
 KNOWN = {
-    "a worker holds a ticket on which it does not work": Schedule(7, Setup(steps=6, checkpoint_every=4), (
-        Fault(3.0, "restart", "", {"for_s": 1.0, "lose": 5, "before": ["XADD", "prompts"]}),
+    "a trajectory gets the id of one that a worker scores": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, sample_s=5.0), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["publish_sample", "prompts "], "before": ["publish_sample", "prompts ", 4]}),
     )),
     "a worker renews what it has lost": Schedule(136, Setup(steps=3, group_size=2, rollouts=1, rewards=1), (
         Fault(4.3, "restart", "", {"for_s": 2.94, "lose_commits": 1}),
@@ -172,13 +176,11 @@ KNOWN = {
         Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "weights"]}),
     )),
     "a score is published under the id of another trajectory": Schedule(
-        221274, Setup(steps=4, groups_per_step=1, group_size=2, batch_order="as_ready", checkpoint_every=1,
-        trim=False, rewards=1), (
-        Fault(1.848, "failover", "", {"for_s": 2.54, "lose_commits": 2, "clock_s": -20.8}),
-        Fault(3.096, "freeze", "rollout-1", {"for_s": 6.718}),
-        Fault(8.151, "kill", "trainer", {"step": "file", "count": 3}),
-        Fault(10.834, "restart", "", {"for_s": 3.692, "lose": 26}),
-        Fault(11.467, "freeze", "rollout-1", {"for_s": 3.3}),
+        1, Setup(steps=4, group_size=8, rollouts=3, rewards=1), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "reward-0",
+            "lose_from": ["publish_sample", "prompts ", 2], "before": ["complete", "scores", 3]}),
     )),
     "a second SIGTERM while the first is worked on": Schedule(
         9014, Setup(steps=3, group_size=2, checkpoint_every=1, rewards=1), (
@@ -217,10 +219,11 @@ KNOWN = {
         Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a lost delivery is completed under the id of another one": Schedule(
-        801706, Setup(steps=3, group_size=8, max_staleness=0, archive=True, rollouts=3, rewards=1,
-        reward_slots=2), (
-        Fault(0.8, "server_clock", "trainer", {"by_s": -504}),
-        Fault(5.654, "restart", "", {"for_s": 2.27, "lose": 21}),
+        3, Setup(steps=3, group_size=8, rollouts=3, rewards=1, reward_slots=2), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.5, "of": "reward-0",
+            "lose_from": ["publish_sample", "prompts ", 3], "before": ["complete", "scores", 4]}),
     )),
     "a step is replayed with samples that were generated after it": Schedule(
         1, Setup(steps=4, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
@@ -266,11 +269,13 @@ KNOWN = {
             {"for_s": 0.0, "share": 1.0, "hang": 1.0, "sending": ["HGET", "state"]}),
     )),
     "the score of a lost trajectory acknowledges another one": Schedule(
-        1117, Setup(steps=4, group_size=8, max_staleness=0, keep_checkpoints=1, rollouts=3, rewards=1,
-        mixed=True), (
-        Fault(0.8, "server_clock", "trainer", {"by_s": -160}),
-        Fault(4.167, "restart", "", {"for_s": 1.89, "lose": 47}),
-        Fault(4.167, "unreliable", "", {"for_s": 6.0, "share": 0.24, "hang": 0.5}),
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, sample_s=5.0), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["publish_sample", "prompts "], "before": ["publish_sample", "prompts ", 4]}),
+        Fault(0.35, "unreliable", "reward-0", {"for_s": 0.0, "share": 1.0, "fate": "unanswered",
+            "follows": True, "sending": ["XREADGROUP", "trajectories "]}),
     )),
     "an answer with a ticket is lost, and who reads the ticket again dies": Schedule(
         1, Setup(steps=3, group_size=2, rollouts=1, rewards=1, max_attempts=2), (

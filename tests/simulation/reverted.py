@@ -13,7 +13,7 @@ REVERTED = (
     Mutant("an entry that comes again does not end what was begun under it", CONSUMER,
         "            self._lose(entry.entry_id)\n        delivery = Delivery(",
         "            return Garbled(entry.entry_id, fields, 'known')\n        delivery = Delivery(",
-        "a worker holds a ticket on which it does not work"),
+        "a trajectory gets the id of one that a worker scores"),
     Mutant("a worker generates a group once, whatever Redis has lost of it", "services/rollout/worker.py",
         "        while self.consumer.holds(delivery):\n", "        for _ in range(1):\n",
         "a worker renews what it has lost"),
