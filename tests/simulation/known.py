@@ -248,11 +248,10 @@ KNOWN = {
         Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a worker that starts after an outage takes what others could not renew yet": Schedule(
-        379, Setup(group_size=8, max_staleness=0, batch_order="as_ready", checkpoint_every=4, rollouts=3,
-        per_group=True), (
-        Fault(7.238, "restart", "", {"for_s": 7.03}),
-        Fault(7.738, "add", "rollout-9"),
-        Fault(9.331, "config", "trainer", {"set": {"trainer.checkpoint_every": 3}}),
+        3, Setup(steps=3, groups_per_step=1, group_size=8, max_staleness=0, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 7.0, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 6]}),
+        Fault(0.5, "add", "rollout-9", {"follows": True}),
     )),
     "a trainer comes to versions again whose evaluations are there": Schedule(
         1, Setup(steps=3, groups_per_step=1, group_size=2, checkpoint_every=4, evaluation=True, rollouts=1,
@@ -283,12 +282,12 @@ KNOWN = {
             "sending": ["XREADGROUP", "prompts "]}),
         Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["start_group", "prompts ", 2]}),
     )),
-    "acknowledgements are lost, and who sent them has no free slot": Schedule(
-        1741, Setup(steps=3, group_size=8, batch_order="as_ready", checkpoint_every=1, evaluation=True,
-        reward_slots=2, sample_s=5.0), (
-        Fault(8.618, "tear", "trainer", {"what": "checkpoint", "share": 0.013}),
-        Fault(8.647, "cut_off", "reward-1", {"for_s": 3.87}),
-        Fault(13.915, "restart", "", {"for_s": 0.35, "lose": 81}),
+    "a worker wakes up, and the answer with two trajectories is lost while others fill its slots": Schedule(
+        1, Setup(steps=3, group_size=8, rollouts=1, reward_slots=2, sample_s=5.0), (
+        Fault(0.0, "freeze", "reward-0", {"for_s": 30.0, "sending": ["reclaim", "trajectories "],
+            "until": ["publish_sample", "prompts ", 8], "until_of": "rollout-0"}),
+        Fault(0.0, "unreliable", "reward-0", {"for_s": 0.0, "share": 1.0, "fate": "unanswered",
+            "sending": ["XREADGROUP", "trajectories "]}),
     )),
     "what cannot be read came ahead of what fills the slots": Schedule(
         2912, Setup(steps=3, groups_per_step=3, group_size=8, batch_order="as_ready", checkpoint_every=1,
@@ -358,6 +357,18 @@ KNOWN = {
         Fault(0.0, "restart", "", {"for_s": 0.1, "of": "rollout-0", "lose_from": ["append_part", "prompts "],
             "before": ["append_part", "prompts ", 2]}),
         Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
+    )),
+    "reward workers die before the last result of a group is kept": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, per_group=True), (
+        Fault(0.0, "kill", "reward-0", {"step": "unsent", "before": ["store_result", "trajectories", 2]}),
+        Fault(0.0, "kill", "reward-1", {"step": "unsent", "before": ["store_result", "trajectories", 2]}),
+    )),
+    "strangers have versions that are too old": Schedule(
+        1, Setup(groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 5]}),
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "follows": True}),
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "follows": True}),
     )),
 }
 # fmt: on
