@@ -51,7 +51,7 @@ REVERTED = (
         "Redis is emptied before there is a checkpoint"),
     Mutant("the run's config does not come back with its mark", f"{BATCH}/reconciler.py",
         '            ("SET", self.keys.config, config.model_dump_json(), "NX"),\n', "",
-        "Redis is emptied, and a server that has not seen it takes over"),
+        "Redis is emptied, and then a worker starts"),
     Mutant("a commit of lost records is appended", TRAINER,
         "append_commit(self.context.broker, self.context.keys, commit, mark)",
         "append_commit(self.context.broker, self.context.keys, commit)", "a commit of what Redis has lost"),
