@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import BrokenImageError
 from tidemill.common.images.processor import PictureProcessor, load_processor
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.services.rollout.engines.engine import GenerationRequest, Picture
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class PromptImages:
             tensors = self.processor.pixels(files)
             num_tokens = self.processor.num_tokens(files)
         except (ValueError, OSError) as error:
+            if is_machine_fault(error):
+                raise
             raise BrokenImageError(f"the image processor refuses a picture: {error}") from error
         return Pixels(digests, tensors, tuple(num_tokens))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import BrokenImageError
+from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image
 from tidemill.common.wire.messages import Trajectory
@@ -34,7 +34,12 @@ class PictureCheck:
 
     def fault_of(self, sample: Trajectory) -> str:
         """What is wrong with the sample's pictures or with tokens that stand for some; empty where nothing
-        is. Raises StoreError: the store of pictures is away."""
+        is.
+
+        Raises:
+            StoreError: as `ImageStore.read`. Its text begins with `PICTURES_FAULT`, as it becomes the
+                sample's fault where only this picture cannot be read.
+        """
         for segment in sample.segments:
             is_banned = np.isin(segment.completion_ids, self._processor.banned_ids)
             if is_banned.any():
@@ -57,6 +62,8 @@ class PictureCheck:
                 self._check_image(image)
         except (BrokenImageError, ValueError) as error:
             return f"{PICTURES_FAULT}{error}"
+        except StoreError as error:
+            raise type(error)(f"{PICTURES_FAULT}{error}") from error
         return ""
 
     def _check_image(self, image: Image) -> None:

@@ -459,3 +459,34 @@ def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     assert activations[0] == 12_000 * sizes.tower_layer_bytes < activations[1]
     assert takes[0].parts["AdamW moments"] == 8.0 * (sizes.parameters - sizes.tower)
     assert takes[1].parts["AdamW moments"] == text.parts["AdamW moments"] == 8.0 * sizes.parameters
+    # Ranks that share a pass have its tokens in parts, and each of them all its pictures.
+    shared = {"num_ranks": 2, "context_ranks": 2}
+    of_two = RunConfig.model_validate(tree | {"images": {}, "trainer": shared})
+    take_of_two = trainer_take(of_two, sizes, 80 * GIB, 3000, recomputed=False)
+    assert take_of_two.parts["pixels of pictures"] == 2 * takes[0].parts["pixels of pictures"]
+    assert take_of_two.parts["activations of the tower"] == 2 * activations[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "patch", "frames", "largest"),
+    [("qwen2_5_vl", 14, 2, 1280), ("qwen3_vl", 16, 2, 980), ("llava", 14, 1, 16)],
+)
+def test_an_engine_takes_what_the_pictures_of_a_step_do_or_the_largest_one(
+    family: str, patch: int, frames: int, largest: int
+) -> None:
+    sizes = count_sizes(vision_model(family, vision_tokenizer(family)), torch.bfloat16, WIDTH)
+    tree: dict[str, Any] = {"model": {"path": "x", "dtype": "bfloat16"}, "data": {"train": "x"}}
+    text = engine_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 1)
+    for scheduled, num_tokens in ((2048, 2048), (8, largest)):
+        rollout = {"vllm": {"extra": {"max_num_batched_tokens": scheduled}}}
+        config = RunConfig.model_validate(tree | {"images": {}, "rollout": rollout})
+        take = engine_take(config, sizes, 80 * GIB, 1)
+        num_patches = num_tokens * (1 if family == "llava" else 4)
+        parts = {
+            "pixels of pictures": num_patches * patch**2 * frames * 3 * 4.0,
+            "activations of the tower": num_patches * sizes.tower_layer_bytes,
+            # Qwen3-VL's tower has one level more.
+            "features of pictures": num_tokens * 2.0 * sizes.hidden * (2 if family == "qwen3_vl" else 1),
+        }
+        assert take.parts == text.parts | parts
+        assert text.room - take.room == pytest.approx(sum(parts.values()))
