@@ -362,12 +362,15 @@ class Watch:
             entry = fields[6], fields[3], parse_id(entry_id)
             if not payload or entry not in self._given:
                 continue
-            given = self._given[entry]
-            score = codec.decode_payload(payload, Score)
-            if given != score.key:
+            try:
+                score = codec.decode_payload(payload, Score)
+            except CodecError:  # it was damaged on its way, and is sent again
+                continue
+            key = self._given[entry]
+            if key != score.key:
                 self.broken.append(
                     f"pair: {process.name} sends the score of {score.key} under {entry_id.decode()}, "
-                    + (f"which is {given} for it" if given else "which it has lost")
+                    + (f"which is {key} for it" if key else "which it has lost")
                 )
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
