@@ -455,11 +455,6 @@ def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     # A token stands for 2 x 2 patches of 14 x 14 pixels, twice, of three colours, in 4 bytes.
     for take in takes:
         assert take.parts["pixels of pictures"] == 3000 * 4 * 14 * 14 * 2 * 3 * 4
-    tree |= {"images": {}, "rollout": {"max_groups_in_flight": 3}}
-    tree["data"]["max_prompt_tokens"] = 500
-    host = host_take(RunConfig.model_validate(tree), sizes, ranks=1, engines=2)
-    assert host.parts["pixels of pictures in engines"] == 2 * 3 * 500 * 4 * 14 * 14 * 2 * 3 * 4
-    assert not any("pictures" in name for name in host_take(frozen, WHOLE, ranks=1, engines=2).parts)
     activations = [take.parts["activations of the tower"] for take in takes]
     assert activations[0] == 12_000 * sizes.tower_layer_bytes < activations[1]
     assert takes[0].parts["AdamW moments"] == 8.0 * (sizes.parameters - sizes.tower)
