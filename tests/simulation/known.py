@@ -384,5 +384,13 @@ KNOWN = {
         mixed=True), (
         Fault(0.0, "kill", "trainer", {"before": ["append_after", "weights", 3]}),
     )),
+    "a worker goes on with weights that its trainer has lost, and dies": Schedule(
+        1, Setup(steps=4, groups_per_step=1, max_staleness=3, checkpoint_every=4, rewards=1, sample_s=3.6,
+        parts="turns"), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "later_s": 0.4, "before": ["append_after", "weights", 2],
+            "lose_from": ["publish_sample", "prompts ", 5]}),
+        Fault(0.0, "kill", "trainer", {"follows": True}),
+        Fault(0.4, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
+    )),
 }
 # fmt: on
