@@ -93,8 +93,8 @@ class PictureProcessor:
             return self.num_tokens_of(SMALL, SMALL)  # all are made of one size
         # Both sides become multiples of that of a token; then the product is below the bound, but for strips.
         side = int(self.image_processor.patch_size) * int(self.image_processor.merge_size)
-        longest = self.call_kwargs["size"]["longest_edge"]
-        shortest = self.call_kwargs["size"]["shortest_edge"]
+        longest = int(self.call_kwargs["size"]["longest_edge"])
+        shortest = int(self.call_kwargs["size"]["shortest_edge"])
         # As high as one token, however small that makes it; of less than half of it, it would be enlarged.
         num_of_strip = math.ceil(min(math.sqrt(longest * MAX_ASPECT) / side, 2 * longest / side**2))
         # Sides of a picture that is enlarged are rounded up.
