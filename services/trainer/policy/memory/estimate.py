@@ -274,16 +274,16 @@ def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dic
 
 
 def _pictures_of_host(config: RunConfig, sizes: ModelSizes, engines: int) -> dict[str, float]:
-    """Pixels of the groups that workers hold, as many as a prompt has tokens for: each group's once in the
-    worker, and once in vLLM's core for each of its samples, which are requests of their own there."""
+    """Pixels of the groups that workers hold, as many as a prompt (of sessions: a history) has tokens for: each
+    group's once in the worker, and once in vLLM's core for each of its samples, which are requests there."""
     vision: Any = getattr(sizes.config, "vision_config", None)
     if config.images is None or vision is None:
         return {}
     groups = config.rollout.max_groups_in_flight
     num_groups = USUAL_GROUPS if groups == "auto" else groups
-    num_tokens = min(
-        config.data.max_prompt_tokens, config.images.max_per_prompt * _largest_picture(config, vision)
-    )
+    is_single_turn = config.rollout.environment.is_single_turn
+    longest = config.data.max_prompt_tokens if is_single_turn else config.model.max_model_len
+    num_tokens = min(longest, config.images.max_per_prompt * _largest_picture(config, vision))
     of_prompt = _pixel_bytes(vision, num_tokens * _patches_of_token(vision))
     copies = 1 + config.largest_group_size
     return {"pixels of prompts in flight": copies * of_prompt * num_groups * engines}
