@@ -274,8 +274,8 @@ def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dic
 
 
 def _pictures_of_host(config: RunConfig, sizes: ModelSizes, engines: int) -> dict[str, float]:
-    """Pixels of the groups that workers hold, as many as a prompt (of sessions: a history) has tokens for: each
-    group's once in the worker, and once in vLLM's core for each of its samples, which are requests there."""
+    """Pixels of the groups that workers hold, as many as a prompt (of sessions: a history) has tokens for:
+    each group's once in the worker, and once in vLLM's core for each sample, which is a request there."""
     vision: Any = getattr(sizes.config, "vision_config", None)
     if config.images is None or vision is None:
         return {}
