@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.environment import OPENENV
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
@@ -166,10 +167,16 @@ class RunConfig(Section):
         if trainer.compile:
             yield "trainer.compile does not work with pictures (images) yet: leave it out"
         environment = self.rollout.environment
-        if not environment.is_single_turn:
+        if environment.use.startswith(OPENENV):
             yield (
-                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
-                f"{environment.use}; take single_turn, or leave out `images`"
+                f"images: rollout.environment.use is {environment.use}, and the observations of OpenEnv's "
+                "servers are read as text: a picture in one would not be seen. Write a class that asks the "
+                "server, or leave out `images`"
+            )
+        if not environment.is_single_turn and not self.rollout.engine_traits.loads_model:
+            yield (
+                "images: tokens of pictures that a session shows are counted by the model's processor, and "
+                f"rollout.engine {self.rollout.engine} loads no model; take transformers or vllm"
             )
         blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
         if blind:

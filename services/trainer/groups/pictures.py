@@ -3,6 +3,7 @@
 Only runs with the section `images` check anything. The processor and the store are imported then.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import numpy as np
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import BrokenImageError
 from tidemill.common.store import ClaimStore
-from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image
+from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image, images_of
 from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment
 
 if TYPE_CHECKING:
     from tidemill.common.images.processor import PictureProcessor
@@ -35,28 +37,39 @@ class PictureCheck:
     def fault_of(self, sample: Trajectory) -> str:
         """What is wrong with the sample's pictures or with tokens that stand for some; empty where nothing
         is. Raises StoreError: the store of pictures is away."""
-        for segment in sample.segments:
-            is_banned = np.isin(segment.completion_ids, self._processor.banned_ids)
-            if is_banned.any():
-                token = int(np.argmax(is_banned))
-                return (
-                    f"{PLACEHOLDER_FAULT}token {token} of a completion is id "
-                    f"{segment.completion_ids[token]}, which stands for a picture and is never sampled"
-                )
-        is_placeholder = sample.prompt_ids == self._processor.placeholder_id
-        is_expected = np.zeros(len(sample.prompt_ids), dtype=np.bool_)
-        for image in sample.images:
-            is_expected[image.first : image.end] = True
-        if not np.array_equal(is_placeholder, is_expected):
-            return (
-                f"{PLACEHOLDER_FAULT}{np.count_nonzero(is_placeholder)} tokens of the prompt stand for "
-                f"pictures, and its {len(sample.images)} pictures have {np.count_nonzero(is_expected)}"
-            )
+        for number, segment in enumerate(sample.segments):
+            fault = self._fault_of_tokens(segment, images_of(sample.images, number))
+            if fault:
+                return f"{PLACEHOLDER_FAULT}{fault}"
         try:
             for image in sample.images:
                 self._check_image(image)
         except (BrokenImageError, ValueError) as error:
             return f"{PICTURES_FAULT}{error}"
+        return ""
+
+    def _fault_of_tokens(self, segment: Segment, images: Sequence[Image]) -> str:
+        """What is wrong with a segment's tokens that stand for pictures; empty where nothing is."""
+        num_prompt = len(segment.prompt_ids)
+        ids = np.concatenate([segment.prompt_ids, segment.completion_ids])
+        is_expected = np.zeros(len(ids), dtype=np.bool_)
+        for image in images:
+            is_expected[image.first : image.end] = True
+        # Of a completion only what an environment has shown may stand for pictures.
+        is_wrong = np.isin(segment.completion_ids, self._processor.banned_ids)
+        is_wrong &= segment.mask | ~is_expected[num_prompt:]
+        if is_wrong.any():
+            token = int(np.argmax(is_wrong))
+            return (
+                f"token {token} of a completion is id {segment.completion_ids[token]}, which stands for a "
+                "picture and is never sampled"
+            )
+        is_placeholder = ids == self._processor.placeholder_id
+        if not np.array_equal(is_placeholder, is_expected):
+            return (
+                f"{np.count_nonzero(is_placeholder)} tokens stand for pictures, and the {len(images)} "
+                f"pictures have {np.count_nonzero(is_expected)}"
+            )
         return ""
 
     def _check_image(self, image: Image) -> None:

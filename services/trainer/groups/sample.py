@@ -111,7 +111,7 @@ class Sample:
     kept: Rows | None = None
     """[T], the ids that each token was sampled from; an empty row: from all."""
     images: tuple[Image, ...] = ()
-    """Pictures of the prompt, by the order of their tokens."""
+    """Pictures of the segments, by the order of their tokens."""
     teacher: str = ""
     """The teacher of its data source."""
     teacher_weight: float = 0.0
@@ -161,12 +161,9 @@ class Sample:
         self.num_trained = int(np.count_nonzero(self.mask))
 
     def _check_images(self) -> None:
-        if len(self.segments) > 1:
-            raise ValueError(
-                f"trajectory {self.key}: it has pictures and {len(self.segments)} segments; pictures work in "
-                "samples of one segment"
-            )
-        check_images(self.images, len(self.prompt_ids))
+        check_images(
+            self.images, [len(segment.prompt_ids) + segment.num_completion for segment in self.segments]
+        )
 
     def _check_routes(self) -> None:
         expected = [len(segment.prompt_ids) + segment.num_completion - 1 for segment in self.segments]
