@@ -14,7 +14,7 @@ from typing import Any
 
 from tidemill.common.data.image_columns import IMAGE_PART, IMAGE_PARTS, TEXT_PART
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.images.pictures import COMPRESS_LEVEL
+from tidemill.common.images.pictures import ALPHA_MODES, COMPRESS_LEVEL, DEEP_MODES
 from tidemill.common.process.users_code import raised_at
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.environments.environment import Act, Opening, Row
@@ -23,8 +23,8 @@ from tidemill.services.rollout.sessions.template_chat import content_text
 
 MAX_CHARS = 500
 PARTS = (TEXT_PART, *IMAGE_PARTS)
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-"""Of PIL's modes, those that a PNG file holds; what has more than 8 bits is refused later, with a reason."""
+PNG_MODES = ("1", "L", "P", "RGB")
+"""Of PIL's modes without transparency, those that a PNG file holds."""
 STEP_EXPECTED = (
     "expected (observation, reward, done), or a dict with observation, reward and done; the observation is "
     "text, a list of chat messages, or None"
@@ -153,7 +153,7 @@ def result_of(returned: Any, where: str) -> str | list[dict[str, Any]]:
     possible."""
     if isinstance(returned, str):
         return sendable(returned)
-    if is_picture(returned) or _are_blocks(returned):
+    if is_picture(returned) or _are_parts(returned):
         return _content(returned, where)
     if isinstance(returned, Mapping | list | tuple):
         try:
@@ -195,6 +195,18 @@ def _are_blocks(value: Any) -> bool:
     return all(
         is_picture(item) or (isinstance(item, Mapping) and item.get("type") in PARTS) for item in value
     )
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether a tool's result is a list of blocks, and not of records that have a `type`, too."""
+    if not _are_blocks(value):
+        return False
+    for item in value:
+        if is_picture(item) or item["type"] == TEXT_PART:
+            continue
+        if set(item) - {"type"} not in ({"image"}, {"image_url"}, {"bytes"}):
+            return False
+    return True
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -243,9 +255,13 @@ def _file_of(picture: Any, where: str) -> bytes:
 
     file = io.BytesIO()
     with contained(f"{where}: reading a picture", "step"):
-        # PIL writes no orientation tag into PNG files, nor all of its modes.
         upright = ImageOps.exif_transpose(picture)
-        if upright.mode not in PNG_MODES:
+        if upright.mode.startswith(DEEP_MODES):
+            raise ValueError(f"it has more than 8 bits a channel (mode {upright.mode}); scale it to 8 bits")
+        # PNG files have no other modes.
+        if upright.mode in ALPHA_MODES:
+            upright = upright.convert("RGBA")
+        elif upright.mode not in PNG_MODES:
             upright = upright.convert("RGB")
         upright.save(file, "PNG", compress_level=COMPRESS_LEVEL)
     return file.getvalue()

@@ -1,6 +1,7 @@
 """Sessions whose environments show pictures: tokens of each turn, what the engine sees, what is trained."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image as PilImage
 
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, train
 from tests.support.picture_samples import png_of
-from tests.support.picture_sessions import THIS, Script, Stage, trajectory_of
+from tests.support.picture_sessions import THIS, Script, Stage, picture, trajectory_of
 from tidemill.common.errors import BrokenImageError, ConfigError, EnvironmentFaultError
+from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.rollout.environments import build_player, load, player
 from tidemill.services.rollout.environments.stages import LocalStage
+from tidemill.services.rollout.environments.users_code import result_of
 from tidemill.services.rollout.sessions.parts import Part, Recording, read_play
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
@@ -233,6 +237,37 @@ async def test_a_run_of_text_refuses_an_environments_pictures_by_name(tmp_path: 
     with pytest.raises(EnvironmentFaultError, match="no section `images`"):
         await playing.play(stage.ticket([]), "s", Script(stage.tokenizer, "a"))
     await playing.close()
+
+
+def test_records_of_a_tool_that_name_a_type_are_no_pictures() -> None:
+    records = [
+        {"type": "image", "url": "http://x/a.png", "title": "a"},
+        {"type": "text", "text": "b", "at": 1},
+    ]
+    assert result_of(records, "search") == json.dumps(records)
+    assert result_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "search") == "ab"
+
+
+@pytest.mark.parametrize(("mode", "is_taken"), [("CMYK", True), ("RGBa", True), ("P", True), ("F", False)])
+def test_pictures_of_pil_become_files_of_their_modes(mode: str, is_taken: bool) -> None:
+    seen = picture(0).convert("RGBA").convert(mode) if mode != "F" else picture(0).convert("F")
+    if not is_taken:
+        with pytest.raises(EnvironmentFaultError, match="more than 8 bits"):
+            result_of(seen, "look")
+        return
+    (block,) = result_of(seen, "look")
+    stored = make_picture(block["picture"], 1 << 20, "PNG")
+    assert (stored.width, stored.height) == (56, 56)
+
+
+def test_a_picture_of_pil_is_turned_by_its_tag() -> None:
+    file = io.BytesIO()
+    tags = PilImage.Exif()
+    tags[0x0112] = 6  # a quarter to the right
+    picture(0, 84, 56).save(file, "JPEG", exif=tags)
+    (block,) = result_of(PilImage.open(file), "look")
+    stored = make_picture(block["picture"], 1 << 20)
+    assert (stored.width, stored.height) == (56, 84)
 
 
 def test_what_does_not_work_with_pictures_is_refused_by_name(tmp_path: Path) -> None:
