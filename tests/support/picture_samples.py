@@ -192,13 +192,12 @@ class PictureMaker:
 
     def plain_logprobs(self, model: Any, sample: Sample) -> torch.Tensor:
         """Of the completion tokens, by transformers' own pass over each segment of this sample alone, without
-        the ids that engines never sample; 0 where the model did not write them. Shape [T]."""
+        the ids that engines never sample; 0 at the tokens of pictures. Shape [T]."""
         of_segments = []
         for number, (segment, row) in enumerate(zip(sample.segments, sample.rows, strict=True)):
             images = images_of(sample.images, number)
             of_segments.append(self._plain_logprobs(model, row, len(segment.prompt_ids), images))
-        logprobs_T = torch.cat(of_segments)
-        return torch.where(torch.from_numpy(sample.mask), logprobs_T, 0.0)
+        return torch.cat(of_segments)
 
     def _plain_logprobs(self, model: Any, row: Any, num_prompt: int, images: Sequence[Image]) -> torch.Tensor:
         ids = torch.from_numpy(row.astype(np.int64))[None]

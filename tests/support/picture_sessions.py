@@ -223,5 +223,8 @@ class Script:
     ) -> Generation:
         self.asked.append((list(ids), tuple(images)))
         line = self.lines.pop(0)
-        said = [*self.tokenizer(line, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        # Character by character: a model never samples the tokens of pictures, and may spell their names.
+        pieces = [*line] if "<|" in line else [line]
+        said = [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False)]
+        said.append(self.tokenizer.eos_token_id)
         return Generation(said, [-0.5] * len(said), ((len(self.asked), 0),), "stop")

@@ -65,11 +65,17 @@ class PictureCheck:
                 "picture and is never sampled"
             )
         is_placeholder = ids == self._processor.placeholder_id
-        if not np.array_equal(is_placeholder, is_expected):
-            return (
-                f"{np.count_nonzero(is_placeholder)} tokens stand for pictures, and the {len(images)} "
-                f"pictures have {np.count_nonzero(is_expected)}"
-            )
+        num_in_prompt = sum(image.first < num_prompt for image in images)
+        for name, tokens, num_images in (
+            ("the prompt", slice(num_prompt), num_in_prompt),
+            ("a completion", slice(num_prompt, None), len(images) - num_in_prompt),
+        ):
+            if not np.array_equal(is_placeholder[tokens], is_expected[tokens]):
+                count = np.count_nonzero(is_placeholder[tokens])
+                return (
+                    f"{count} tokens of {name} stand for pictures, and its {num_images} pictures have "
+                    f"{np.count_nonzero(is_expected[tokens])}"
+                )
         return ""
 
     def _check_image(self, image: Image) -> None:

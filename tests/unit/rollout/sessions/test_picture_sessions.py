@@ -15,7 +15,7 @@ from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, train
 from tests.support.picture_samples import png_of
 from tests.support.picture_sessions import THIS, Script, Stage, picture, trajectory_of
-from tidemill.common.errors import BrokenImageError, ConfigError, EnvironmentFaultError
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.wire import codec
@@ -152,7 +152,7 @@ async def test_a_picture_that_is_gone_at_a_takeover_fails_the_sample(tmp_path: P
 async def test_tools_return_pictures_and_the_rows_own_are_in_a_prompt_that_is_rendered_again(
     tmp_path: Path,
 ) -> None:
-    stage = Stage(tmp_path, use=f"{THIS}:Camera")
+    stage = Stage(tmp_path, use=f"{THIS}:Camera", call_format="hermes")
     ticket = stage.ticket([png_of(0), png_of(1)])
     calls = [
         f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'where': where}})}</tool_call>"
@@ -271,5 +271,5 @@ def test_a_picture_of_pil_is_turned_by_its_tag() -> None:
 
 
 def test_what_does_not_work_with_pictures_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="OpenEnv's servers are read as text"):
+    with pytest.raises(ValueError, match="OpenEnv's servers are read as text"):
         Stage(tmp_path, use="openenv:http://localhost:1")
