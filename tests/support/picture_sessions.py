@@ -24,6 +24,11 @@ from tidemill.services.rollout.sessions.player import Played, Player
 
 THIS = str(Path(__file__).resolve())
 TURN_TOKENS = 5
+CALLS = (
+    "{%- for call in message.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{%- endfor -%}"
+)
+"""What a template writes of a message's calls."""
 SAMPLING = SamplingParams(max_tokens=TURN_TOKENS)
 
 
@@ -118,8 +123,14 @@ def vision_config(folder: Path, environment: dict[str, Any], **images: Any) -> R
 
 
 def folder_of(tmp_path: Path, family: str = "qwen2_5_vl") -> Path:
+    """A model folder whose chat template writes calls of tools, too."""
     folder = tmp_path / "model"
-    return folder if folder.exists() else make_vision_model(folder, family)
+    if not folder.exists():
+        make_vision_model(folder, family)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", f"{CALLS}<|im_end|>")
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 class Stage:
