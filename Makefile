@@ -102,15 +102,15 @@ test-all: ## run both
 # may bring gigabytes of CUDA libraries; NEWEST_TORCH=torch takes the newest.
 NEWEST := build/newest
 NEWEST_TORCH ?= $(TORCH)
-test-newest: $(BASE) $(REDIS) $(BUBBLEWRAP) ## run unit and contract tests on the newest releases of all libraries (NEWEST_TORCH=torch)
+test-newest: $(BASE) $(REDIS) $(BUBBLEWRAP) ## run unit and contract tests, and those of RQ's worker, on the newest releases of all libraries (NEWEST_TORCH=torch)
 	@rm -rf $(NEWEST)
 	@$(BIN)/python -m venv $(NEWEST)
 	@echo "==> installing $(NEWEST_TORCH), and the newest of all else, into $(NEWEST)/"
 	@$(NEWEST)/bin/python -m pip install --disable-pip-version-check -qq "$(NEWEST_TORCH)"
 	@$(NEWEST)/bin/python -m pip install --disable-pip-version-check -qq -e ".[dev,reward]"
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|transformers|redis|rq|pydantic|trl|peft) '
-	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(NEWEST)/bin/python -m tests.second_look tests/unit tests/contract -q -m "not long" \
-		$(PARALLEL) $(PYTEST_ARGS)
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(NEWEST)/bin/python -m tests.second_look tests/unit tests/contract \
+		tests/integration/reward/sandbox/test_sandbox_queue.py -q -m "not long" $(PARALLEL) $(PYTEST_ARGS)
 
 torchvision: $(LIBNUMA) $(TORCHVISION) ## put torchvision beside CPU torch, for vLLM with models that see
 

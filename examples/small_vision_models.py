@@ -77,6 +77,19 @@ def _text_sizes(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> dict[str,
     return sizes | changes
 
 
+def _vision_sizes(**changes: Any) -> dict[str, Any]:
+    """Of Qwen's towers."""
+    sizes: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "initializer_range": 0.15,
+    }
+    return sizes | changes
+
+
 def _qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {
         "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
@@ -90,20 +103,9 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> PreTraine
     from transformers import Qwen2_5_VLConfig
 
     rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.15,
-    }
     return Qwen2_5_VLConfig(
         text_config=_text_sizes(tokenizer, rope_parameters=rope, **changes),
-        vision_config=vision,
+        vision_config=_vision_sizes(patch_size=14, window_size=56, fullatt_block_indexes=[1]),
         **_qwen_ids(tokenizer),
     )
 
@@ -117,20 +119,9 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> PreTrainedC
         "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.15,
-    }
     return Qwen3VLConfig(
         text_config=_text_sizes(tokenizer, rope_parameters=rope, head_dim=32, **changes),
-        vision_config=vision,
+        vision_config=_vision_sizes(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0]),
         tie_word_embeddings=True,
         **_qwen_ids(tokenizer),
     )

@@ -27,8 +27,6 @@ FOLDERS = ("common", "services", "infra", "examples", "benchmarks")
 Trees = dict[str, ast.Module]
 """What was read of each file, by its path from the root."""
 
-WITHOUT_EXAMPLE: dict[tuple[str, str], str] = {}
-"""Records that need no example, by file and name, and why."""
 ARRAYS = frozenset(
     [
         *("NDArray", "Tensor", "Int32", "Float32", "Float64", "Bits", "Indices"),
@@ -192,32 +190,23 @@ def _folder(file: str) -> str:
     return file.rpartition("/")[0]
 
 
-def check(root: Path, without_example: dict[tuple[str, str], str]) -> list[str]:
-    """What is wrong: records without an example, arrays without a shape, and rows of `without_example` that
-    can go."""
+def check(root: Path) -> list[str]:
+    """What is wrong: records without an example, and arrays without a shape."""
     problems = []
-    rows_needed = set()
     for record in records_that_cross(root):
         start = f"{record.file}:{record.line}: {record.name}"
-        row = (record.file, record.name)
         for field in record.without_shape:
             problems.append(f"{start}.{field} is an array: begin the text below it with its shape, as [T]")
-        if record.has_example:
-            continue
-        if row in without_example:
-            rows_needed.add(row)
-            continue
-        problems.append(
-            f"{start} is imported by {record.importer} and shows no example: add a line `Example: ...`, or "
-            "an indented block, to its docstring"
-        )
-    for file, name in sorted(without_example.keys() - rows_needed):
-        problems.append(f"infra/worked_examples.py: {file} {name} needs no row in WITHOUT_EXAMPLE: delete it")
+        if not record.has_example:
+            problems.append(
+                f"{start} is imported by {record.importer} and shows no example: add a line `Example: ...`, "
+                "or an indented block, to its docstring"
+            )
     return problems
 
 
 def main() -> int:
-    problems = check(REPO, WITHOUT_EXAMPLE)
+    problems = check(REPO)
     for problem in problems:
         print(problem)
     return 1 if problems else 0

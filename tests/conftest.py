@@ -84,6 +84,7 @@ LONG = (
     "integration/pipeline/test_outage.py",
     "integration/pipeline/test_scale.py",
     "integration/pipeline/test_vllm_training.py",
+    "integration/reward/test_judge_vllm_pictures.py",
     "integration/reward/test_reward_model_vllm.py",
     "integration/reward/test_reward_replica_vllm.py",
     "integration/reward/test_serve_rewards.py",

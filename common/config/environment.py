@@ -65,8 +65,8 @@ class EnvironmentConfig(Section):
     """Most processes of a worker for blocking environments and tools."""
 
     oracle: PathText = ""
-    """A function, `tasks.py:oracle`, that says of a row what a model says that knows its solution; `tidemill
-    check` plays the first rows by it, and with nothing."""
+    """A function, `tasks.py:oracle`, of a row: it returns the turns of a model that knows the solution.
+    `tidemill check` plays the first rows with these turns (reward 1) and with nothing (reward 0)."""
     containers: Literal["none", "docker", "podman"] = "none"
     """Command by which containers of sessions are removed when their session ends, or its worker is gone."""
     max_containers: int = Field(0, ge=0, le=100_000)

@@ -225,6 +225,23 @@ def failure_value_warnings(config: RewardConfig) -> Iterator[str]:
         )
 
 
+def blind_because(reward: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> str:
+    """Why a reward that asks a model would not get the pictures of a prompt; empty where it would."""
+    if reward.teacher:
+        return "teachers get none; take a function, a judge or a reward model"
+    if reward.judge and reward.judge.api == "completions":
+        return "judge.api is completions, which takes text alone; take chat"
+    if reward.model and reward.model.input != "chat":
+        return f"model.input is {reward.model.input}, which has none; take chat"
+    local = servers[reward.servers].local if reward.servers in servers else None
+    if reward.model and local and not local.command and local.engine != "vllm":
+        return (
+            "this project's server of reward models takes text alone; give "
+            f"servers.{reward.servers}.local.engine: vllm, or base_urls"
+        )
+    return ""
+
+
 def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
     """Checks that the servers which rewards name exist, and suit all rewards that ask them."""
     for name, reward in config.named.items():

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.environment import OPENENV
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
+from tidemill.common.config.reward import RewardConfig, blind_because, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
@@ -113,8 +113,8 @@ class ExpectConfig(Section):
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 """Beginning of the reason why an option is refused that compares with rollout logprobs."""
-BLIND_KINDS = ("judge", "model", "teacher")
-"""Kinds of rewards that would not get the pictures of a prompt."""
+SEEING_PROMPTS = ("judge", "model")
+"""Kinds of rewards that get the pictures of a prompt, and none that a session shows later."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -159,13 +159,6 @@ class RunConfig(Section):
                     "add `images: {}`, or leave it out"
                 )
             return
-        if trainer.num_ranks > 1:
-            yield (
-                f"trainer.num_ranks is {trainer.num_ranks}, and runs with pictures (images) train on one "
-                "rank: leave it out"
-            )
-        if trainer.compile:
-            yield "trainer.compile does not work with pictures (images) yet: leave it out"
         environment = self.rollout.environment
         if environment.use.startswith(OPENENV):
             yield (
@@ -178,12 +171,16 @@ class RunConfig(Section):
                 "images: tokens of pictures that a session shows are counted by the model's processor, and "
                 f"rollout.engine {self.rollout.engine} loads no model; take transformers or vllm"
             )
-        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
-        if blind:
-            yield (
-                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
-                "models and teachers get none yet. Take a function or a sandbox"
-            )
+        for name, reward in self.reward.named.items():
+            problem = blind_because(reward, self.servers)
+            if problem:
+                yield f"images: reward.rewards.{name} would score without the pictures: {problem}"
+            elif not environment.is_single_turn and reward.kind in SEEING_PROMPTS:
+                yield (
+                    f"images: reward.rewards.{name} would score sessions without the pictures of later turns: "
+                    "judges and reward models get those of the prompt. Take a function, or the environment's "
+                    "own reward"
+                )
         if self.data.chat_template == "never":
             yield (
                 "images: the places of pictures are written by the chat template, and data.chat_template is "

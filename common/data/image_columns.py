@@ -6,12 +6,12 @@ of the column. Where no message has such a part, `<image>` in a text marks the p
 (verl); without any mark all pictures are at the beginning of the first message of the user (TRL).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
-from tidemill.common.images.sources import ImageSource, looks_like_pictures, parse_source
+from tidemill.common.images.sources import ImageSource, looks_like_pictures, names_pictures, parse_source
 
 IMAGES = ("images", "image")
 """The first of these columns that a row has holds its pictures."""
@@ -56,7 +56,7 @@ def parse_parts(
     parts: list[Part] = []
     sources: list[ImageSource | None] = []
     for position, item in enumerate(content):
-        kind = item.get("type") if isinstance(item, Mapping) else None
+        kind = _kind_of(item)
         if kind == TEXT_PART and isinstance(item.get("text"), str):
             parts.append({"type": TEXT_PART, "text": item["text"]})
         elif kind in IMAGE_PARTS:
@@ -116,10 +116,27 @@ def text_of(content: str | Sequence[Part]) -> str:
     return "".join(item["text"] for item in content if item["type"] == TEXT_PART)
 
 
+def marked_text(content: Any, marks: Iterator[str]) -> Any:
+    """The content of a message as text, with the next of `marks` in place of each picture. What is no list of
+    texts and pictures is returned as it is.
+
+    Example: of "What is " and a picture, with the mark `MARK`: "What is <image>".
+    """
+    kinds = (TEXT_PART, *IMAGE_PARTS)
+    if not isinstance(content, list) or any(_kind_of(item) not in kinds for item in content):
+        return content
+    return "".join(item["text"] if item["type"] == TEXT_PART else next(marks) for item in content)
+
+
+def _kind_of(item: Any) -> Any:
+    return item.get("type") if isinstance(item, Mapping) else None
+
+
 def check_no_pictures(columns: Mapping[str, Any], origin: str, reason: str) -> None:
-    """Raises ConfigError: a column has pictures, and would send pixels through Redis."""
+    """Raises ConfigError: a column has pictures, which the model would not see, and whose pixels would go
+    through Redis."""
     for name, value in columns.items():
-        if looks_like_pictures(value):
+        if looks_like_pictures(value) or (name in IMAGES and names_pictures(value)):
             raise ConfigError(f"{origin}: column {name!r} holds pictures, and {reason}.")
 
 

@@ -6,7 +6,7 @@ decodes nothing, and gets the same pictures: also on a machine whose libraries d
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,8 @@ class ImageDoor:
         self._notes_path = notes_folder / NOTES_FILE if notes_folder else None
         self._notes: dict[str, StoredPicture] = {}
         self._new_notes: dict[str, StoredPicture] = {}
+        self._new_failures: dict[str, StoredPicture] = {}
+        """Of URLs, until `keep_failures`."""
         self._lock = Lock()
         self._form = f"{FORM}:{config.max_pixels}"
         """Of all keys of notes: with another bound a picture becomes another one."""
@@ -79,14 +81,31 @@ class ImageDoor:
 
         Raises:
             ConfigError: pillow is not installed.
-            StorageError, StoreError: the store does not take one.
+            StorageError, StoreError: the store does not take one, or this machine cannot read or fetch one
+                now.
         """
         if not sources:
             return []
         with ThreadPoolExecutor(min(NUM_THREADS, len(sources)), "images") as threads:
             taken_in = list(threads.map(self._take_one, sources))
-        self._write_notes()
+        with self._lock:
+            notes = self._new_notes
+            self._new_notes = {}
+        self._write_notes(notes)
         return taken_in
+
+    def keep_failures(self) -> None:
+        """Note in the run's folder which URLs failed: the run goes on without them, also after a restart.
+
+        Only then: a start that is refused for them must ask again, after a proxy or certificates were mended.
+
+        Raises:
+            StorageError: the notes cannot be written.
+        """
+        with self._lock:
+            failures = self._new_failures
+            self._new_failures = {}
+        self._write_notes(failures)
 
     def _take_one(self, source: ImageSource) -> StoredPicture:
         try:
@@ -115,11 +134,17 @@ class ImageDoor:
             picture = self._make(content, label)
         except BrokenImageError as error:
             fault = StoredPicture(fault=f"{source.name}: {error}")
-            if key:
-                self._note(key, fault, is_kept=bool(source.url))
+            with self._lock:
+                if key:
+                    self._notes[key] = fault
+                if source.url:
+                    self._new_failures[key] = fault
             return fault
-        if key:
-            self._note(key, picture, is_kept=bool(source.url))
+        with self._lock:
+            if key:
+                self._notes[key] = picture
+            if source.url:
+                self._new_notes[key] = picture
         return picture
 
     def _make(self, content: bytes, label: str) -> StoredPicture:
@@ -133,7 +158,9 @@ class ImageDoor:
         else:
             digest = self._store.put(picture.png)
         stored = StoredPicture(digest, len(picture.png), picture.width, picture.height)
-        self._note(key, stored, is_kept=True)
+        with self._lock:
+            self._notes[key] = stored
+            self._new_notes[key] = stored
         return stored
 
     def _read_file(self, path: str) -> bytes:
@@ -164,21 +191,11 @@ class ImageDoor:
         is_there = self._store is None or self._store.has(noted.digest)
         return noted if is_there else None
 
-    def _note(self, key: str, picture: StoredPicture, is_kept: bool) -> None:
-        with self._lock:
-            self._notes[key] = picture
-            if is_kept:
-                self._new_notes[key] = picture
-
-    def _write_notes(self) -> None:
-        with self._lock:
-            notes = self._new_notes
-            self._new_notes = {}
+    def _write_notes(self, notes: Mapping[str, StoredPicture]) -> None:
         if not notes or self._notes_path is None:
             return
         lines = [json.dumps(_as_plain(key, picture)) for key, picture in notes.items()]
-        self._notes_path.parent.mkdir(exist_ok=True)
-        append_durably(self._notes_path, "".join(f"{line}\n" for line in lines).encode())
+        append_durably(self._notes_path, "".join(f"{line}\n" for line in lines).encode(), "notes of pictures")
 
 
 def _as_plain(key: str, picture: StoredPicture) -> dict[str, Any]:

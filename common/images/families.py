@@ -50,29 +50,22 @@ class Family:
     """Fields with the ids that stand around pictures: no text of a row may have them."""
 
 
+def _qwen(model_type: str) -> Family:
+    """Qwen's families differ in their layers, and in nothing that stands here."""
+    return Family(
+        model_type,
+        _count_merged_patches,
+        has_edges=True,
+        token_types="mm_token_type_ids",
+        has_grid_positions=True,
+        more_placeholders=("video_token_id",),
+        marks=("vision_start_token_id", "vision_end_token_id"),
+    )
+
+
 FAMILIES = {
     family.model_type: family
-    for family in (
-        Family(
-            "qwen2_5_vl",
-            _count_merged_patches,
-            has_edges=True,
-            token_types="mm_token_type_ids",
-            has_grid_positions=True,
-            more_placeholders=("video_token_id",),
-            marks=("vision_start_token_id", "vision_end_token_id"),
-        ),
-        Family(
-            "qwen3_vl",
-            _count_merged_patches,
-            has_edges=True,
-            token_types="mm_token_type_ids",
-            has_grid_positions=True,
-            more_placeholders=("video_token_id",),
-            marks=("vision_start_token_id", "vision_end_token_id"),
-        ),
-        Family("llava", _count_features, has_edges=False),
-    )
+    for family in (_qwen("qwen2_5_vl"), _qwen("qwen3_vl"), Family("llava", _count_features, has_edges=False))
 }
 """By `model_type`."""
 

@@ -6,6 +6,7 @@ connection goes to a checked address: a second look-up might give another one. R
 same rules. Proxies of the environment are not used, as they would resolve names again.
 """
 
+import errno
 import http.client
 import ipaddress
 import socket
@@ -17,7 +18,7 @@ from threading import Timer
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.errors import BrokenImageError
+from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.images.pictures import MEDIA_TYPES
 from tidemill.common.images.sources import WEB
 
@@ -27,6 +28,8 @@ MAX_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
 BUSY = (408, 429, 500, 502, 503, 504)
 """Answers after which the same request may succeed."""
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, socket.EAI_MEMORY)
+"""Errors of this machine: no descriptor or memory is left."""
 NUM_TRIES = 3
 FIRST_PAUSE_S = 0.5
 CHUNK_BYTES = 1 << 16
@@ -55,6 +58,7 @@ def fetch(url: str, config: ImagesConfig) -> Fetched:
     Raises:
         BrokenImageError: it is too large, too slow, not there, no picture, or at an address that is not
             public.
+        StoreError: this machine is short of descriptors or memory, which says nothing about the picture.
     """
     deadline = time.monotonic() + config.fetch_timeout_s
     pause_s = FIRST_PAUSE_S
@@ -93,11 +97,7 @@ def _get(url: str, config: ImagesConfig, deadline: float) -> Fetched | str:
     try:
         path = target.path or "/"
         resource = f"{path}?{target.query}" if target.query else path
-        connection.request(
-            "GET",
-            resource,
-            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tidemill"},
-        )
+        connection.request("GET", resource, headers=HEADERS)
         response = connection.getresponse()
         if response.status in REDIRECTS:
             return urljoin(url, response.getheader("Location", ""))
@@ -114,7 +114,7 @@ def _get(url: str, config: ImagesConfig, deadline: float) -> Fetched | str:
     except (OSError, http.client.HTTPException, ValueError) as error:
         if time.monotonic() >= deadline:
             raise BrokenImageError(too_slow) from None
-        raise _BusyError(str(error) or type(error).__name__) from None
+        raise _failure(error, str(error) or type(error).__name__) from None
     finally:
         watchdog.cancel()
         connection.close()
@@ -149,7 +149,7 @@ def _connect(target: SplitResult, config: ImagesConfig, deadline: float) -> http
     try:
         plain = socket.create_connection((str(address), port), timeout=timeout_s)
     except OSError as error:
-        raise _BusyError(f"no connection to {host}: {error.strerror or error}") from None
+        raise _failure(error, f"no connection to {host}: {error.strerror or error}") from None
     connection.sock = plain
     if is_secure:
         try:
@@ -159,7 +159,7 @@ def _connect(target: SplitResult, config: ImagesConfig, deadline: float) -> http
             raise BrokenImageError(f"the certificate of {host} is refused: {error.verify_message}") from None
         except OSError as error:
             plain.close()
-            raise _BusyError(f"no secure connection to {host}: {error}") from None
+            raise _failure(error, f"no secure connection to {host}: {error}") from None
     return connection
 
 
@@ -167,8 +167,8 @@ def _checked_address(host: str, port: int, config: ImagesConfig) -> Address:
     """The first address of a host, if all of them may be reached."""
     try:
         answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        raise _BusyError(f"the name {host} is not resolved: {error}") from None
+    except (OSError, UnicodeError) as error:
+        raise _failure(error, f"the name {host} is not resolved: {error}") from None
     addresses = [ipaddress.ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]
     for address in addresses:
         if not config.private_addresses and not is_public(address):
@@ -186,9 +186,17 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-        if address.teredo is not None:
+        # Python counts site-local addresses (fec0::/10) as global: networks may still route them inside.
+        if address.teredo is not None or address.is_site_local:
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def _failure(error: Exception, reason: str) -> _BusyError | StoreError:
+    """What to raise for an error of a connection: no picture is left out for a shortage of this machine."""
+    if getattr(error, "errno", None) in SHORTAGES:
+        return StoreError(f"no picture can be fetched: this machine is short of something ({reason})")
+    return _BusyError(reason)
 
 
 def _label_of(response: http.client.HTTPResponse) -> str:

@@ -22,6 +22,8 @@ from tidemill.common.wire.arrays import Int32
 if TYPE_CHECKING:
     import torch
 
+SMALL = 32
+"""Pixels of a side: at least a token of each family."""
 Span = tuple[int, int]
 """First token of a picture in the expanded ids, and how many tokens stand for it."""
 VOLATILE = ("transformers_version", "_processor_class", "processor_class", "auto_map")
@@ -56,6 +58,12 @@ class PictureProcessor:
         """The model's inputs for the stored pictures of one row, such as `pixel_values` and
         `image_grid_thw`. Raises ValueError: the processor refuses one."""
         return self._process([open_png(png) for png in pictures])
+
+    def blank(self) -> "dict[str, torch.Tensor]":
+        """The model's inputs for a small picture."""
+        from PIL import Image
+
+        return self._process([Image.new("RGB", (SMALL, SMALL))])
 
     def num_tokens(self, pictures: Sequence[bytes]) -> list[int]:
         """How many tokens stand for each picture. Raises ValueError: the processor refuses one."""

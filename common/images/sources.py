@@ -62,6 +62,19 @@ def looks_like_pictures(value: Any) -> bool:
     return isinstance(first, Mapping) and set(first) == {"bytes", "path"}
 
 
+def names_pictures(value: Any) -> bool:
+    """Whether the value of a column that is called `images` or `image` holds or names pictures, and not, say,
+    the image of a container."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, bytes):
+        return True
+    if not isinstance(first, str):
+        return False
+    scheme, separator, _ = first.lower().partition("://")
+    is_url = bool(separator) and scheme in WEB
+    return is_url or first.startswith("data:image/") or Path(first).suffix.lower() in SUFFIXES
+
+
 def _parse_text(text: str, base: Path) -> ImageSource:
     if not text.strip():
         return ImageSource(fault="its path is empty")

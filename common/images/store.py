@@ -19,7 +19,14 @@ import xxhash
 
 from tidemill.common.errors import BrokenImageError, StoreError, UnreadableError
 from tidemill.common.files import storage_errors, write_atomically
-from tidemill.common.store.claims import FIRST_PAUSE_S, LAST_PAUSE_S, LONGEST_PAUSE_S, RETRIES, Refusals
+from tidemill.common.store.claims import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    RETRIES,
+    Refusals,
+    gives_others,
+)
 from tidemill.common.store.objects import Objects
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.images import Image
@@ -83,7 +90,8 @@ class ImageStore:
 
         Raises:
             BrokenImageError: it is missing, or is not what was stored.
-            StoreError: the store is away, which says nothing about the picture.
+            StoreError: the store is away, which says nothing about the picture; `UnreadableError` where
+                others can be read, `RefusedError` where it refuses this process's keys.
         """
         name = _name(image.digest)
         png = self._read_file(name) if self._objects is None else self._read_object(self._objects, name)
@@ -124,7 +132,9 @@ class ImageStore:
         except FileNotFoundError:
             raise BrokenImageError(f"image {self.folder / name} is missing") from None
         except OSError as error:
-            raise StoreError(f"{self.folder / name} cannot be read now: {error.strerror}") from error
+            # The picture's fault only where others can be read: else the disk or the mount is at fault.
+            kind = UnreadableError if gives_others(self.folder, name) else StoreError
+            raise kind(f"image {self.folder / name} cannot be read now: {error.strerror}") from error
         finally:
             os.close(folder)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.config.environment import NO_CONTAINERS
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
@@ -21,6 +23,7 @@ FIRST_LINE_S = 5.0
 """A check that takes longer says so."""
 ORACLE_TIMEOUT_S = 1800.0
 """The same for sessions in containers, whose images may have to be fetched."""
+REMOVAL_TIMEOUT_S = 180.0
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
@@ -37,7 +40,8 @@ def answer_check(answer: Callable[[Any], Answer]) -> int:
     try:
         print(ANSWER + json.dumps(answer(json.loads(text, object_hook=_decode_bytes))))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        # One line, whatever users' exceptions say: `_ask` reads the last one.
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -84,11 +88,31 @@ def check_environment(config: RunConfig, rows: Sequence[Row] = (), plays_oracle:
     request = {
         "config": config.model_dump(mode="json"),
         "rows": [_fields(row) for row in rows],
-        "plays_oracle": plays_oracle,
+        "oracle_uid": "",
     }
-    timeout_s = ORACLE_TIMEOUT_S if plays_oracle else TIMEOUT_S
-    answer = _ask(Program.ROLLOUT_CHECK, request, f"rollout.environment.use {section.use}", timeout_s)
+    if not plays_oracle:
+        answer = _ask(Program.ROLLOUT_CHECK, request, f"rollout.environment.use {section.use}")
+        return list(answer["played"])
+    uid = secrets.token_hex(4)
+    request["oracle_uid"] = uid
+    subject = f"rollout.environment.oracle {section.oracle}, played with use {section.use}"
+    try:
+        answer = _ask(Program.ROLLOUT_CHECK, request, subject, ORACLE_TIMEOUT_S)
+    except BaseException:
+        # Ctrl-C and the time limit kill that process, which then removes nothing.
+        if section.containers != NO_CONTAINERS:
+            _remove_containers(section.containers, uid)
+        raise
     return list(answer["played"])
+
+
+def _remove_containers(command: str, uid: str) -> None:
+    """Remove what a check's sessions have left; says so where it cannot."""
+    remove = run_own(Program.CONTAINERS, "--uid", uid, "--command", command)
+    try:
+        subprocess.run(remove, stdout=sys.stderr, timeout=REMOVAL_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"containers of the check may be left on this node: {error}", file=sys.stderr)
 
 
 def compute_memory(config: RunConfig, machine: Mapping[str, Any]) -> Answer:

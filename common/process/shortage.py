@@ -73,6 +73,9 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
         return errno.ENOMEM
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         return errno.EAGAIN
+    # torch on a CPU has no class for it.
+    if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error):
+        return errno.ENOMEM
     if isinstance(error, ImportError):  # of a library that cannot be opened or mapped
         number = number_in_text(str(error))
         if number:

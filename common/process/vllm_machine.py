@@ -140,8 +140,15 @@ def add_torchvision(whose: str) -> None:
     if find_spec("torchvision") is not None:
         return
     sys.path.append(str(OWN_TORCHVISION))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(OWN_TORCHVISION))))
+    os.environ.update(seeing_environment(os.environ))
+
+
+def seeing_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """`variables` with our own torchvision on the path of a process, where it is here and no other."""
+    if find_spec("torchvision") is not None or not OWN_TORCHVISION.is_dir():
+        return dict(variables)
+    path = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(OWN_TORCHVISION))))
+    return {**variables, "PYTHONPATH": path}
 
 
 def machine_arguments(arguments: Sequence[str], whose: str) -> list[str]:

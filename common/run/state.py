@@ -119,6 +119,8 @@ async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
     return {name.decode(): json.loads(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
 
 
+PICTURES_OF = "pictures_of"
+"""Field of the state of a run that scores another one's history: the run that has the pictures."""
 CONFIG_FILE = "config.yaml"
 """File in a run's folder: its resolved config, as in Redis."""
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"

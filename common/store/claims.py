@@ -222,7 +222,7 @@ class ClaimStore:
             if isinstance(cause, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
             kind = type(error) if isinstance(error, RefusedError | UnreadableError) else StoreError
-            if isinstance(error, OSError) and self._gives_others(name):
+            if isinstance(error, OSError) and gives_others(self.folder, name):
                 kind = UnreadableError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
         if not url:
@@ -242,19 +242,6 @@ class ClaimStore:
                 return file.read()
         finally:
             os.close(folder)
-
-    def _gives_others(self, name: str) -> bool:
-        """Whether some other payload of the folder can be read."""
-        try:
-            others = [path for path in islice(self.folder.iterdir(), MAX_OTHERS) if path.name != name]
-        except OSError:
-            return False
-        for path in others:
-            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-                # Read, not only opened: on a disk that is failing a file still opens.
-                if file.read(1):
-                    return True
-        return False
 
     def _place(self, claim: Claim) -> str | Path:
         return claim.pointer if "://" in claim.pointer else self.folder / claim.pointer
@@ -322,6 +309,20 @@ class ClaimStore:
         if url not in self._opened:  # two threads may both open it, which does no harm
             self._opened[url] = Objects(url, "streams.claim_check_url", retries=RETRIES)
         return self._opened[url]
+
+
+def gives_others(folder: Path, name: str) -> bool:
+    """Whether some file of the folder other than `name` can be read: then only that one is at fault."""
+    try:
+        others = [path for path in islice(folder.iterdir(), MAX_OTHERS) if path.name != name]
+    except OSError:
+        return False
+    for path in others:
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            # Read, not only opened: on a disk that is failing a file still opens.
+            if file.read(1):
+                return True
+    return False
 
 
 class Refusals:

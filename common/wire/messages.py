@@ -293,6 +293,12 @@ class Trajectory(PromptFields):
         return digest.hexdigest()
 
     @property
+    def prompt_images(self) -> tuple[Image, ...]:
+        """Pictures of the first prompt; of a session `images` has later ones, too."""
+        num_prompt = len(self.prompt_ids)
+        return tuple(image for image in self.images if not image.segment and image.first < num_prompt)
+
+    @property
     def claims(self) -> list[Claim]:
         both = (self.claim, self.choices.claim if self.choices else None)
         return [claim for claim in both if claim is not None]

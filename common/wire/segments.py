@@ -28,7 +28,7 @@ call for its `reward`, or an agent's `program` that was silent (`call_timeout_s`
 Unread = Literal["not_delivered", "cut", "asked_again"]
 """Why an answer counts as unread. `not_delivered`: its response broke before its end. `cut`: the client went
 on with the beginning of its stream alone. `asked_again`: the same was asked again, and another answer
-counts."""
+counts; or the agent began again in place of answering its calls."""
 
 
 class Turn(BaseModel):

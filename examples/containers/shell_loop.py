@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 __all__ = ["ShellLoop"]
 
 PROGRAM = """
-import json, subprocess, sys, urllib.request
+import json, subprocess, sys, tempfile, urllib.request
 
 url, key, model, prompt, timeout_s = sys.argv[1:]
 command = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -28,9 +28,12 @@ while True:
         try:
             line = json.loads(call["function"]["arguments"])["command"]
             limited = ["timeout", "-k", "1", timeout_s, "bash", "-c", line]
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            ended = subprocess.run(limited, **streams)
-            answer = ended.stdout.decode(errors="replace")[-8000:] + "[exit code %d]" % ended.returncode
+            # Not a pipe: a job that the command leaves in the background would hold it open.
+            with tempfile.TemporaryFile() as output:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+                ended = subprocess.run(limited, **streams)
+                output.seek(max(0, output.seek(0, 2) - 8000))
+                answer = output.read().decode(errors="replace") + "[exit code %d]" % ended.returncode
         except (ValueError, KeyError, TypeError) as error:
             answer = "the call is no JSON with a command: %r" % error
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer})

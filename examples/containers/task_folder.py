@@ -58,6 +58,6 @@ def read_tasks(folder: Path = TASKS) -> Iterator[TaskFolder]:
 
 
 def oracle(row: dict[str, Any]) -> list[Any]:
-    """What a model says that knows the solution: for `tidemill check`, with boxes.py and shell_loop.py."""
+    """The turns of a model that knows the solution: for `tidemill check`, with boxes.py and shell_loop.py."""
     tasks = list(read_tasks())
     return [{"shell": {"command": tasks[row["task"]].solution}}, "done"]

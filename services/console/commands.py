@@ -408,7 +408,9 @@ class RescoreOptions(OfRun):
 
     into: str | None = option("--into", _INTO_TEXT, None, "SANDBOX")
     reward: str | None = option("--reward", _REWARD_TEXT, None, "FILE.py:FUNCTION")
-    config: Path | None = option("--config", "Take the whole reward section of this config.", None, "FILE")
+    config: Path | None = option(
+        "--config", "Take the whole reward section of this config, with its servers.", None, "FILE"
+    )
     overrides: list[str] = overrides_option("Override one field, such as reward.timeout_s=5.")
     workers: int | None = option("--workers", _WORKERS_TEXT, None, min=1)
     first: int | None = option("--from-step", "First step.", None, "A", min=0)

@@ -8,11 +8,14 @@ Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and
 is its only reward function: beside others it counts None as 0, unless `combine_rewards` makes one function of
 all. verl has no place for a missing reward, so the call raises, unless `reward.on_failure` of the service
 gives a number. A request that was not answered, because the service was busy or restarted, is sent again for
-up to `PATIENCE_S`.
+up to `PATIENCE_S`. Pictures of TRL's columns and messages are sent along; verl gives reward functions none.
 """
 
 import asyncio
+import base64
+import hashlib
 import inspect
+import io
 import json
 import math
 import os
@@ -38,18 +41,22 @@ AT_ONCE = 512
 """Most samples in a request that combines calls of `score_of`."""
 _calls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = weakref.WeakKeyDictionary()
 """Event loop -> samples of the next requests, each with the future of its score."""
+PICTURE_COLUMNS = ("images", "image")
+"""TRL's columns of pictures."""
 NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL passes besides the columns of its dataset."""
 
 
-async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The scores of samples, as POST /v1/scores takes and gives them.
+async def scores_of(samples: list[dict[str, Any]], images: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The scores of samples, as POST /v1/scores takes and gives them. `images` are data URLs of pictures that
+    samples refer to by index.
 
     Raises:
         RuntimeError: the service refused the request, or was away for too long.
     """
     # Lone surrogates are no JSON to the service.
-    body = json.dumps({"samples": samples}, default=_plain, ensure_ascii=False).encode(errors="replace")
+    tree = {"samples": samples, "images": list(images)} if images else {"samples": samples}
+    body = json.dumps(tree, default=_plain, ensure_ascii=False).encode(errors="replace")
     deadline = time.monotonic() + PATIENCE_S
     pause_s = FIRST_PAUSE_S
     while True:
@@ -134,15 +141,17 @@ async def reward_async(
     columns = {name: column for name, column in columns.items() if name not in NOT_COLUMNS}
     truth = next((name for name in TRUTHS if name in columns), "")
     samples: list[dict[str, Any]] = []
+    images = _Images()
     before = None
     group = -1
-    for at, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+    for at, (asked, completion) in enumerate(zip(prompts, completions, strict=True)):
         row = {name: column[at] for name, column in columns.items()}
+        prompt, numbers = images.take(asked, row)
         # Floats as text: a NaN equals no other one.
         columns_as_text = {
             name: repr(item) if isinstance(item, float) else item for name, item in row.items()
         }
-        now = (prompt, columns_as_text)
+        now = (prompt, numbers, columns_as_text)
         if now != before:
             before = now
             group += 1
@@ -158,8 +167,10 @@ async def reward_async(
         }
         if completion_ids is not None:
             sample["completion_ids"] = list(completion_ids[at])
+        if numbers:
+            sample["images"] = numbers
         samples.append(sample)
-    return [score["value"] for score in await scores_of(samples)]
+    return [score["value"] for score in await scores_of(samples, images.urls)]
 
 
 def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
@@ -229,6 +240,92 @@ def _log_mean(log_metric: Callable[[str, float], Any], name: str, rewards: Seque
 
 def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+class _Images:
+    """The pictures of a request, each once."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self._numbers: dict[Any, int] = {}
+        """Index of each picture. TRL decodes that of a row anew for each completion; to compare pixels takes
+        much less time than to write a PNG."""
+
+    def take(self, prompt: Any, row: dict[str, Any]) -> tuple[Any, list[int]]:
+        """The prompt without pixels, and the indices of its pictures, which are in its messages or in a
+        column of the row. Such columns are removed from the row."""
+        # Where messages have the pictures, TRL has put those of the column there.
+        in_messages: list[Any] = []
+        if isinstance(prompt, list):
+            prompt = [_without_pixels(message, in_messages) for message in prompt]
+        pictures = in_messages
+        for name in PICTURE_COLUMNS:
+            value = row.get(name)
+            of_column = list(value) if isinstance(value, list | tuple) else [value]
+            if of_column and all(_is_picture(item) for item in of_column):
+                del row[name]
+                pictures = pictures or of_column
+        return prompt, [self._number_of(picture) for picture in pictures]
+
+    def _number_of(self, picture: Any) -> int:
+        identity = _identity_of(picture)
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.urls)
+            self.urls.append(_data_url(picture))
+        return self._numbers[identity]
+
+
+def _without_pixels(message: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
+    """The message with empty parts in place of its pictures, which are added to `pictures`."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for item in content:
+        picture = item.get("image") if isinstance(item, dict) and item.get("type") == "image" else None
+        if _is_picture(picture):
+            pictures.append(picture)
+            item = {"type": "image"}
+        parts.append(item)
+    return {**message, "content": parts}
+
+
+def _is_picture(value: Any) -> bool:
+    """Whether it is a picture of PIL, or a file's bytes or path as `datasets` has them."""
+    if isinstance(value, dict):
+        return value.keys() == {"bytes", "path"}
+    is_pils = hasattr(value, "save") and hasattr(value, "getpixel")
+    return is_pils or (isinstance(value, str) and value.startswith("data:image/"))
+
+
+def _identity_of(picture: Any) -> Any:
+    """Equal for equal pictures."""
+    if isinstance(picture, str):
+        return picture
+    if isinstance(picture, dict):
+        return picture["bytes"], picture["path"]
+    palette = picture.getpalette() if picture.mode == "P" else None
+    digest = hashlib.blake2b(picture.tobytes(), digest_size=16).digest()
+    return picture.mode, picture.size, str(palette), str(picture.info.get("transparency")), digest
+
+
+def _data_url(picture: Any) -> str:
+    if isinstance(picture, str):
+        return picture
+    if isinstance(picture, dict):
+        content = picture["bytes"]
+        if content is None:
+            with open(picture["path"], "rb") as file:
+                content = file.read()
+    else:
+        buffer = io.BytesIO()
+        try:
+            picture.save(buffer, "PNG", compress_level=1)
+        except OSError:  # a mode that PNG does not have, such as CMYK
+            picture.save(buffer, "TIFF")
+        content = buffer.getvalue()
+    # Without the name of a format: the service looks at the bytes.
+    return f"data:;base64,{base64.b64encode(content).decode()}"
 
 
 def _url() -> str:

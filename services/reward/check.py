@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
+from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.data.dataset import PROMPT
+from tidemill.common.data.image_columns import text_of
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
@@ -35,18 +36,18 @@ def check(request: Any) -> Answer:
     row = request["row"]
     config = run.reward
     for name, reward in config.named.items():
-        check_reward(name, reward, run.servers)
+        check_reward(name, reward, run.servers, run.images is not None)
         _check_tokenizer(name, reward)
     if config.group:
-        load_group_function(config.group, config.group_kwargs)
+        load_group_function(config.group, config.group_kwargs, run.images is not None)
     if row is None:
         return {"reads": {}, "called": [], "faults": []}
-    _check_columns(config, row)
+    _check_columns(run, row)
     reads = readings(run, row)
     if not request["calls"]:
         return {"reads": reads, "called": [], "faults": []}
-    called = run_main(_call_functions(config, row))
-    faults = run_main(find_number_faults(config, _sample_of(row)))
+    called = run_main(_call_functions(run, row))
+    faults = run_main(find_number_faults(run, _sample_of(row)))
     return {"reads": reads, "called": called, "faults": faults}
 
 
@@ -59,18 +60,18 @@ def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
         )
 
 
-def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
+def _check_columns(run: RunConfig, row: dict[str, Any]) -> None:
     """Check that the row has the columns that functions in TRL's style require.
 
     Raises:
         ConfigError: it lacks one.
     """
     sample = _sample_of(row)
-    for name, reward in config.named.items():
+    for name, reward in run.reward.named.items():
         scores = reward.scores_source(sample.trajectory.data_source, sample.trajectory.source)
         if reward.function is None or not scores or "train" not in reward.lanes:
             continue
-        function = load_checked(name, reward)
+        function = load_checked(name, reward, run.images is not None)
         if function.how.style is not Style.TRL:
             continue
         try:
@@ -82,7 +83,7 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
             ) from None
 
 
-async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str]:
+async def _call_functions(run: RunConfig, row: dict[str, Any]) -> list[str]:
     """Call each reward function with what a model may write. Others are not called: they cost time and money,
     and need servers. Returns one line of text for each reward.
 
@@ -90,11 +91,15 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str
         ConfigError: one of them gives no score.
     """
     lines = []
-    for name, reward in config.named.items():
+    for name, reward in run.reward.named.items():
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
             continue
-        called = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
+        function = load_checked(name, reward, run.images is not None)
+        if function.takes_pictures:
+            lines.append(f"{name} was not called: it takes pictures, which are stored as a run starts")
+            continue
+        called = FunctionReward(function, reward.timeout_s, num_processes=1)
         try:
             values = [await _value_for(name, called, row, *completion) for completion in _completions(row)]
         finally:
@@ -109,7 +114,7 @@ def _completions(row: dict[str, Any]) -> list[tuple[str, str]]:
     prompt = row["prompt"]
     truth = row["ground_truth"]
     if not isinstance(prompt, str):
-        prompt = str(prompt[-1].get("content", ""))
+        prompt = text_of(prompt[-1].get("content", ""))
     completions = [("the first training row and an empty completion", "")]
     if truth not in (None, ""):
         completions.append(("its ground truth as completion", str(truth)))

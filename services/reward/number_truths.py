@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tidemill.common.config import RewardConfig
+from tidemill.common.config import RunConfig
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards.reward import FunctionReward, load_checked
 from tidemill.services.reward.sample import RewardSample
@@ -17,17 +17,20 @@ FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is
 """Usual forms of an answer."""
 
 
-async def find_number_faults(config: RewardConfig, sample: RewardSample) -> list[str]:
+async def find_number_faults(run: RunConfig, sample: RewardSample) -> list[str]:
     """A sentence for each function that pays an answer more where the sample's truth is text."""
     truth = sample.trajectory.ground_truth
     if not isinstance(truth, bool | int | float):
         return []
     faults = []
-    for name, reward in config.named.items():
+    for name, reward in run.reward.named.items():
         is_scored = reward.scores_source(sample.trajectory.data_source, sample.trajectory.source)
         if reward.function is None or reward.router or not is_scored:
             continue
-        function = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
+        loaded = load_checked(name, reward, run.images is not None)
+        if loaded.takes_pictures:  # there are none before the run
+            continue
+        function = FunctionReward(loaded, reward.timeout_s, num_processes=1)
         try:
             async with asyncio.timeout(LIMIT_S):
                 difference = await _find_difference(function, sample)

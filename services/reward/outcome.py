@@ -101,8 +101,9 @@ class RewardOutcome:
     """Value of a reward for one sample, with the numbers and notes that came with it.
 
     An attempt, a reward after its attempts, and the sum of all rewards have this one form, and with `to_wire`
-    one form in the reply of a function's process, in the cache and in results of groups. Only `ok` may have a
-    value; `ok` without one means that the reward does not apply to the sample, which is no failure.
+    one form in the reply of a function's process and in the cache; results of groups have all its fields.
+    Only `ok` may have a value; `ok` without one means that the reward does not apply to the sample, which is
+    no failure.
 
     Example: `value` 0.5, `components` {"exact": 1.0, "format": 0.0}, `detail` {"verdict": "half right"}. One
     that failed: `status` timeout, `error` "no result within 30 s", `kind` "timeout", no value.

@@ -1,13 +1,15 @@
 """One completion as rewards see it. Imported by scoring processes too, so it stays light."""
 
 import copy
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tidemill.common.data.dataset import PROMPT
+from tidemill.common.data.image_columns import MARK, marked_text, with_parts
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
 
@@ -35,6 +37,9 @@ class RewardSample:
     """Whether its score is for training or for evaluation."""
     began_at: float = field(default=0.0, compare=False)
     """When its first attempt began, on the monotonic clock; 0 where none has."""
+    pictures: tuple[bytes, ...] = field(default=(), compare=False, repr=False)
+    """PNG files of the pictures of its prompt, in their order, once they are read for a reward that asks for
+    them (`pictures.py`)."""
 
     @property
     def key(self) -> TrajectoryKey:
@@ -67,11 +72,12 @@ class RewardSample:
 
     @property
     def prompt(self) -> str:
-        """The prompt as the row has it: its text, a chat's only message, or all of them with their roles."""
+        """The prompt as the row has it: its text, a chat's only message, or all of them with their roles. In
+        place of a picture stands `<image>`."""
         if self.messages is None:
             return self.trajectory.own_text or self.trajectory.prompt_text
         if len(self.messages) == 1:
-            return str(self.messages[0].get("content", ""))
+            return str(_text_of(self.messages[0]))
         return lines_of(self.messages, "\n\n")
 
     @property
@@ -98,9 +104,23 @@ class RewardSample:
         *before, last = self.chat
         first, *after = self.said
         if last.get("role") == first.get("role") == "assistant":
-            content = f"{last.get('content') or ''}{first.get('content') or ''}"
+            content = f"{_text_of(last) or ''}{_text_of(first) or ''}"
             return [*before, {**last, **first, "content": content}, *after]
         return [*before, last, first, *after]
+
+    def with_marks(self, marks: Sequence[str]) -> "RewardSample":
+        """The sample with a text in place of each picture of its prompt, which is a chat of texts then.
+
+        Raises:
+            BrokenImageError: its chat has more or fewer places than there are marks.
+        """
+        remaining = iter(marks)
+        chat = [
+            {**message, "content": marked_text(message["content"], remaining)}
+            for message in with_parts(self.chat, len(marks))
+        ]
+        extra = self.trajectory.extra | {PROMPT: chat}
+        return replace(self, trajectory=self.trajectory.model_copy(update={"extra": extra}))
 
     def to_wire(self) -> dict[str, Any]:
         """What a function may be given of it, for `from_wire` in a scoring process. The worker has validated
@@ -132,6 +152,8 @@ class RewardSample:
                 "turn_rewards": self.turn_rewards,
             }
         tree["ids"] = np.ascontiguousarray(ids).data
+        if self.pictures:
+            tree["pictures"] = list(self.pictures)
         return tree
 
     @classmethod
@@ -140,8 +162,9 @@ class RewardSample:
         session = tree.get("session")
         if session is not None:
             tree["session"] = ReceivedSession(**session)
+        pictures = tuple(tree.pop("pictures", ()))
         received: Any = ReceivedTrajectory(**tree)
-        return cls(received, lane)
+        return cls(received, lane, pictures=pictures)
 
     def fields(self) -> dict[str, Any]:
         """The arguments of `compute_score`, by name; `extra_info` is a new dict.
@@ -241,4 +264,8 @@ class ReceivedTrajectory:
 
 
 def lines_of(messages: ChatMessages, between: str = "\n") -> str:
-    return between.join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+    return between.join(f"{message.get('role')}: {_text_of(message)}" for message in messages)
+
+
+def _text_of(message: dict[str, Any]) -> Any:
+    return marked_text(message.get("content"), itertools.repeat(MARK))

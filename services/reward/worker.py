@@ -204,9 +204,10 @@ async def serve(context: ServiceContext) -> None:
     """Score the trajectories of a run until asked to stop."""
     config = context.config.reward
     dependencies = RewardDependencies.of(context)
+    await dependencies.open_pictures(context)
     reward = make_weighted_sum(config, dependencies)
     scorer = Scorer(reward, config, context.name, context.config.seed)
-    post_processing = PostProcessing(config, reward)
+    post_processing = PostProcessing(config, reward, dependencies.pictures)
     quarantine = Quarantine(context)
     starting = asyncio.create_task(reward.start(), name="start of rewards")
     try:

@@ -2,8 +2,9 @@
 
 The request has a run's `config`, and `rows` of its dataset, or none. With a row, one session is played in
 which no engine takes part: the model is a script that calls each tool once with made-up arguments, or says
-"ok" a few times. With several rows, each is played as `rollout.environment.oracle` says. It runs in a process
-of its own (`common/process/checks.py`), for it imports users' modules.
+"ok" a few times. With an `oracle_uid`, each row is played as `rollout.environment.oracle` says, and the
+names of containers have that uid in place of a run's. It runs in a process of its own
+(`common/process/checks.py`), for it imports users' modules.
 """
 
 import json
@@ -38,12 +39,12 @@ SHOWN = 200
 
 def check(request: Any) -> Answer:
     config = RunConfig.model_validate(request["config"])
-    return {"played": run_main(_check(config, request["rows"], request["plays_oracle"]))}
+    return {"played": run_main(_check(config, request["rows"], request["oracle_uid"]))}
 
 
-async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], plays_oracle: bool) -> list[str]:
-    """Load the environment and, with a row, play one session, or those of the oracle. Returns lines that
-    describe it.
+async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], oracle_uid: str) -> list[str]:
+    """Load the environment and, with a row, play one session; with an `oracle_uid`, those of the oracle.
+    Returns lines that describe it.
 
     Raises:
         ConfigError: the environment cannot be loaded or fails, or the chat template refuses its messages.
@@ -53,8 +54,8 @@ async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], plays_ora
         return []
     if section.containers != NO_CONTAINERS:
         await check_engine(section.containers)
-    if plays_oracle:
-        return await play_oracle(config, rows, open_chat(config))
+    if oracle_uid:
+        return await play_oracle(config, rows, open_chat(config), oracle_uid)
     if section.use == AGENT:  # loaded only: with a script in place of the model, many programs would fail
         from tidemill.services.rollout.environments.agent import AgentProgram
 

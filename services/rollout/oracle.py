@@ -1,13 +1,12 @@
 """Plays sessions as a model that knows the solution, and as one that does nothing: `tidemill check` does it.
 
-A user's function, `rollout.environment.oracle`, says of a row what the first of them says. The environment
-has to give it a reward of 1, and the other one 0. Everything but the model is as in a run: the program, its
-address, the containers, the test.
+A user's function, `rollout.environment.oracle`, takes a row and returns the turns of the first model. The
+environment has to give that session a reward of 1, and the other one 0. Everything but the model is as in a
+run: the program, its address, the containers, the test.
 """
 
 import io
 import json
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,8 +80,11 @@ class OracleChat:
         return str(self.parse(turn_ids).message["content"])
 
 
-async def play_oracle(config: RunConfig, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> list[str]:
-    """Play each row with its solution, and with nothing. Returns lines that describe it.
+async def play_oracle(
+    config: RunConfig, rows: Sequence[Mapping[str, Any]], chat: ChatFormat, run_uid: str
+) -> list[str]:
+    """Play each row with its solution, and with nothing. Returns lines that describe it. The names of
+    containers have `run_uid`, which no run has.
 
     Raises:
         ConfigError: a reward is not as expected, for these rows; or a session cannot be played.
@@ -105,10 +107,10 @@ async def play_oracle(config: RunConfig, rows: Sequence[Mapping[str, Any]], chat
         for number, row in enumerate(rows):
             images = await stand_ins(player.pictures, row)
             ticket = make_ticket(config, row, chat, number, images)
-            turns = solution_of(oracle, dict(row_of(ticket)), section.oracle)
+            turns = solution_of(oracle, dict(row_of(ticket)), f"{FIELD} {section.oracle}: {row['origin']}")
             for name, said in (("the solution", turns), ("nothing", [])):
                 script.begin(said)
-                problem = await _problem_of(player, ticket, name, script)
+                problem = await _problem_of(player, ticket, name, script, run_uid)
                 if problem:
                     problems.append(f"{row['origin']}: {problem}")
     finally:
@@ -120,15 +122,14 @@ async def play_oracle(config: RunConfig, rows: Sequence[Mapping[str, Any]], chat
     return [f"{FIELD} {section.oracle}: {len(rows)} rows: the solution got 1, nothing got 0"]
 
 
-async def _problem_of(player: Player, ticket: Ticket, name: str, script: OracleChat) -> str:
+async def _problem_of(player: Player, ticket: Ticket, name: str, script: OracleChat, run_uid: str) -> str:
     """Play one session. Returns what is wrong with its reward, if something is."""
 
     async def ask(ids: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = ()) -> Generation:
         said = script.say()
         return Generation(said, [0.0] * len(said), ((0, 0),), "stop")
 
-    # No run has this uid: what the session leaves is removed as it ends, by its name.
-    session = SessionName(secrets.token_hex(4), Lane.EVAL, "0-0", "0", ticket.ticket, 0)
+    session = SessionName(run_uid, Lane.EVAL, "0-0", "0", ticket.ticket, 0)
     try:
         played = await player.play(ticket, f"{name} {ticket.ticket}", Recording(ask, session=session))
     except (EnvironmentFaultError, MachineFaultError, ValueError) as error:
@@ -188,8 +189,8 @@ def make_ticket(
     )
 
 
-def solution_of(oracle: Callable[..., Any], row: dict[str, Any], reference: str) -> list[Parsed]:
-    """The turns that the user's function returns for a row.
+def solution_of(oracle: Callable[..., Any], row: dict[str, Any], where: str) -> list[Parsed]:
+    """The turns that the user's function returns for a row; `where` names both in errors.
 
     Raises:
         ConfigError: it raises, or returns something else.
@@ -197,23 +198,28 @@ def solution_of(oracle: Callable[..., Any], row: dict[str, Any], reference: str)
     try:
         turns = oracle(row)
     except Exception as error:
-        raise ConfigError(f"{FIELD} {reference} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: it raised {type(error).__name__}: {error}") from error
     if not isinstance(turns, list | tuple):
-        raise ConfigError(f"{FIELD} {reference} returned {turns!r:.200}; {TURNS}")
-    return [_turn_of(turn, reference) for turn in turns]
+        raise ConfigError(f"{where}: it returned {turns!r:.200}; {TURNS}")
+    return [_turn_of(turn, where) for turn in turns]
 
 
-def _turn_of(turn: Any, reference: str) -> Parsed:
+def _turn_of(turn: Any, where: str) -> Parsed:
     if isinstance(turn, str):
         return text_turn(turn)
     is_calls = isinstance(turn, Mapping) and all(isinstance(value, Mapping) for value in turn.values())
     if not turn or not is_calls:
-        raise ConfigError(f"{FIELD} {reference} returned the turn {turn!r:.200}; {TURNS}")
+        raise ConfigError(f"{where}: it returned the turn {turn!r:.200}; {TURNS}")
     calls = tuple(Call(str(name), dict(arguments)) for name, arguments in turn.items())
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    message["tool_calls"] = [
-        call_of(f"call_{number}", call.name, json.dumps(call.arguments)) for number, call in enumerate(calls)
-    ]
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    for number, call in enumerate(calls):
+        try:
+            arguments = json.dumps(call.arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: it returned the turn {turn!r:.200}, whose arguments JSON cannot have: {error}"
+            ) from error
+        message["tool_calls"].append(call_of(f"call_{number}", call.name, arguments))
     return Parsed(message, calls)
 
 

@@ -8,7 +8,7 @@ examples/containers.
 import asyncio
 import contextlib
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,63 +21,44 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.compose.docker import Engine
+from tests.compose.sessions import (
+    ENGINE,
+    EXAMPLE,
+    NAMES,
+    OPTIONS,
+    PLAY,
+    TASKS,
+    TaskFolder,
+    another_engine,
+    containers,
+    processes_of,
+    read_address_for_boxes,
+    remove,
+)
 from tests.support.models import run_config
 from tests.support.preloaded import REPO
-from tests.support.rollout_worker import RUN_UID, SIZE, issue
-from tests.support.runs import ServiceRun, simulated_config
+from tests.support.rollout_worker import RUN_UID
 from tests.support.scripted_model import CHAT, ScriptedModel, agent_player, call_line, make_ticket
-from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import check_environment
-from tidemill.common.run.state import UID, update_state
-from tidemill.common.wire.messages import DeadLetter, Lane, Ticket, Trajectory
+from tidemill.common.wire.messages import Lane, Ticket
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.player import Player
 
-EXAMPLE = REPO / "examples" / "containers"
-sys.path.insert(0, str(EXAMPLE))
-from task_folder import TaskFolder, read_tasks  # noqa: E402
-
-TASKS = {task.name: task for task in read_tasks()}
-NAMES = list(TASKS)
-VERIFIERS = os.environ.get("TIDEMILL_TEST_VERIFIERS", "")
-PLAY = f"$ {VERIFIERS} {REPO / 'examples' / 'verifiers' / 'play.py'} boxes"
-OPTIONS = "--env.agent.harness.id shell_loop --env.agent.runtime.type docker"
 SESSION = SessionName(RUN_UID, Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
 LENGTH = 1 << 16
 BATCH = 4
+COMMAND_TIMEOUT_S = 60
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 Play = Callable[..., Coroutine[Any, Any, list[Any]]]
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-
-
-def containers() -> set[str]:
-    listed = subprocess.run(["docker", "ps", "-aq", "--no-trunc"], capture_output=True, text=True, check=True)
-    return set(listed.stdout.split())
-
-
-def remove(box: str) -> None:
-    subprocess.run(["docker", "rm", "-f", "-v", box], check=True, capture_output=True)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = containers()
-    yield
-    assert containers() == before
 
 
 def ticket_of(folder: TaskFolder, **row: Any) -> Ticket:
@@ -89,29 +70,33 @@ Session = tuple[TaskFolder, *tuple[str, ...]]
 """A task, and the commands that the model runs."""
 
 
-async def play_verifiers(*sessions: Session) -> list[Any]:
-    """Play sessions at once in verifiers' boxes; returns each one's play, or fault."""
-    settings = {"containers": "docker", "call_timeout_s": 120.0}
-    async with agent_player(f"{PLAY} {OPTIONS}", LENGTH, **settings) as player:
+async def play_verifiers(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
+    """Play sessions at once in verifiers' boxes; returns each one's play, or fault. `limit_s` is that of a
+    command."""
+    settings = {"containers": ENGINE, "call_timeout_s": 120.0}
+    options = f"{OPTIONS} --env.agent.harness.command-timeout-s {limit_s}"
+    async with agent_player(f"{PLAY} {options}", LENGTH, **settings) as player:
         return await play_at_once(player, "shell", sessions)
 
 
-async def play_agentbox(*sessions: Session) -> list[Any]:
+async def play_agentbox(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
     """The same in agentbox's boxes."""
     environment = {"use": f"{EXAMPLE / 'agentbox_env.py'}:Env", "containers": "docker", "attempts": 1}
     config = run_config("m", model={"max_model_len": LENGTH}, rollout={"environment": environment})
     player = EnvironmentPlayer(config, CHAT.decode, lambda: CHAT)
     try:
         await player.start()
-        return await play_at_once(player, "run_command", sessions)
+        return await play_at_once(player, "run_command", sessions, timeout_s=float(limit_s))
     finally:
         await player.close()
 
 
-async def play_at_once(player: Player, tool: str, sessions: Sequence[Session]) -> list[Any]:
+async def play_at_once(
+    player: Player, tool: str, sessions: Sequence[Session], **arguments: float
+) -> list[Any]:
     plays = []
     for number, (task, *commands) in enumerate(sessions):
-        calls = [call_line(tool, command=command) for command in commands]
+        calls = [call_line(tool, command=command, **arguments) for command in commands]
         model = ScriptedModel(*calls, "done")
         ticket = ticket_of(task, task=NAMES.index(task.name))
         name = replace(SESSION, index=number)
@@ -149,6 +134,36 @@ async def test_all_tasks_get_one_for_their_solution_and_zero_for_nothing_by_agen
         )
         rewards += map(reward_of, outcomes)
         assert rewards[-2 * len(batch) :] == [1.0] * len(batch) + [0.0] * len(batch), first
+
+
+def answers_of(outcome: Any) -> list[str]:
+    """What the model's commands have answered."""
+    return [message["content"] for message in outcome.session.messages if message["role"] == "tool"]
+
+
+@BOTH
+async def test_commands_that_fail_are_late_or_leave_a_job_are_the_policys(play: Play) -> None:
+    task = TASKS["csv-join"]
+    failing = ("exit 3", "/app/people.csv", "/app/nothing", "sleep 77", "echo begun; sleep 600 &")
+    solved, unsolved = await play((task, *failing, task.solution), (task, *failing), limit_s=4)
+    assert (reward_of(solved), reward_of(unsolved)) == (1.0, 0.0)
+    for words, answer in zip(("3", "126", "127", "", "begun", ""), answers_of(solved), strict=True):
+        assert words in answer
+
+
+@BOTH
+async def test_an_image_that_is_not_there_makes_a_fault(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tasks" / "csv-join"
+    shutil.copytree(EXAMPLE / "tasks" / "csv-join", folder)
+    file = folder / "task.toml"
+    file.write_text(file.read_text().replace("tidemill-tasks:1", "localhost:1/tidemill-nothing:1"))
+    monkeypatch.setenv("TASKS_DIR", str(folder.parent))
+    monkeypatch.setattr(sys.modules[__name__], "NAMES", ["csv-join"])
+    (outcome,) = await play((TASKS["csv-join"],))
+    with pytest.raises(EnvironmentFaultError, match="tidemill-nothing"):
+        reward_of(outcome)
 
 
 REWRITES_TESTS = """
@@ -193,10 +208,67 @@ async def test_an_agent_that_ends_its_box_is_not_rewarded_and_ends_no_other(play
 async def test_a_box_has_no_way_to_the_engine_nor_the_names_of_other_sessions(play: Play) -> None:
     looks = "ls /run/docker.sock 2>&1; env; cat /proc/*/environ 2> /dev/null | tr '\\0' '\\n'"
     (played,) = await play((TASKS["csv-join"], looks))
-    (answer,) = [message["content"] for message in played.session.messages if message["role"] == "tool"]
+    (answer,) = answers_of(played)
     assert "No such file" in answer
     for word in ("TIDEMILL", "OPENAI", "VF_RUN_ID", RUN_UID, "DOCKER"):
         assert word not in answer
+
+
+GUESSES = """
+python3 - <<'P'
+import glob, http.client, json, secrets
+words = []
+for file in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+    try:
+        words += open(file).read().split("\\0")
+    except OSError:
+        pass
+words = sorted({word.rpartition("=")[2] for word in words if len(word) < 200 and word.isprintable()})
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "tell me the answer"}]})
+names = [%(names)s, "0", secrets.token_hex(8), secrets.token_urlsafe(24)]
+paths = ["/v1", *("/s/" + name + "/v1" for name in names)]
+keys = ["", "none", "EMPTY", *names, *words]
+said = []
+for path in paths:
+    for key in keys:
+        connection = http.client.HTTPConnection("%(host)s", %(port)s, timeout=10)
+        headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+        connection.request("POST", path + "/chat/completions", body, headers)
+        said.append(connection.getresponse().status)
+        connection.close()
+print("tried", len(said), "statuses", sorted(set(said)))
+P
+"""
+
+
+async def test_an_agent_that_guesses_the_key_of_another_session_is_refused_and_changes_nothing() -> None:
+    task = TASKS["csv-join"]
+    host = await asyncio.to_thread(read_address_for_boxes)
+    settings = {"containers": "docker", "call_timeout_s": 120.0, "gateway_host": host}
+    async with agent_player(f"{PLAY} {OPTIONS}", LENGTH, **settings) as player:
+        port = player._gateway.root.rpartition(":")[2]
+        # Sessions have names that can be guessed; keys are not made of them.
+        names = ", ".join(repr(str(replace(SESSION, index=1, number=number))) for number in (1, 2))
+        attack = GUESSES % {"names": names, "host": host, "port": port}
+        attacked, beside = await play_at_once(
+            player, "shell", [(task, attack, attack), (task, "sleep 10", task.solution)]
+        )
+    assert (reward_of(attacked), reward_of(beside)) == (0.0, 1.0)
+    answers = answers_of(attacked)
+    assert len(answers) == 2
+    for answer in answers:
+        assert re.search(r"tried \d{2,} statuses \[(401, )?404\]", answer), answer
+    roles = [message["role"] for message in beside.session.messages]
+    assert roles == ["assistant", "tool", "assistant", "tool", "assistant"]
+
+
+async def test_a_box_of_agentbox_reaches_no_address() -> None:
+    look = (
+        "python3 -c 'import socket; socket.create_connection((\"192.0.2.1\", 80), 5)' 2>&1; ls /sys/class/net"
+    )
+    (played,) = await play_agentbox((TASKS["csv-join"], look))
+    (answer,) = answers_of(played)
+    assert "Network is unreachable" in answer and "eth" not in answer
 
 
 LOST = r"the box was lost|the test was killed, or its box is gone"
@@ -207,7 +279,6 @@ SLOW = "sleep 29.5\n"
 async def test_a_box_that_somebody_removes_while_the_test_runs_makes_a_fault(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tasks").mkdir()
     folder = tmp_path / "tasks" / "csv-join"
     shutil.copytree(EXAMPLE / "tasks" / "csv-join", folder)
     (folder / "tests" / "test.sh").write_text(SLOW)
@@ -218,8 +289,7 @@ async def test_a_box_that_somebody_removes_while_the_test_runs_makes_a_fault(
 
     def is_tested() -> str:
         for box in containers() - before:
-            listed = subprocess.run(["docker", "top", box], capture_output=True, text=True).stdout
-            if "sleep 29.5" in listed:
+            if "sleep 29.5" in processes_of(box):
                 return box
         return ""
 
@@ -252,47 +322,11 @@ async def test_a_program_of_verifiers_that_is_killed_makes_a_fault_and_leaves_no
     assert isinstance(outcome, EnvironmentFaultError)
 
 
-BRIDGE = "tidemill-test"
-
-
-@pytest.fixture
-def bridge() -> Iterator[str]:
-    """A network for another engine: that of this machine's must not have two."""
-    for command in (
-        f"link add name {BRIDGE} type bridge",
-        f"addr add 172.30.99.1/24 dev {BRIDGE}",
-        f"link set {BRIDGE} up",
-    ):
-        subprocess.run(["ip", *command.split()], check=True)
-    yield BRIDGE
-    subprocess.run(["ip", "link", "del", BRIDGE], check=True)
-
-
-@contextlib.contextmanager
-def another_engine(folder: Path, bridge: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine with the tasks' image, which the test may kill."""
-    engine = Engine(folder, f"--bridge={bridge}", "--iptables=false")
-    engine.start()
-    try:
-        image = TASKS["csv-join"].image
-        with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as saved:
-            load = ["docker", "-H", engine.address, "load", "-q"]
-            subprocess.run(load, stdin=saved.stdout, check=True, capture_output=True)
-        with monkeypatch.context() as patch:
-            patch.setenv("DOCKER_HOST", engine.address)
-            yield engine
-    finally:
-        engine.stop()
-
-
 async def wait_for_command(words: str) -> None:
     """Wait until a command runs in a box."""
 
     def runs() -> bool:
-        tops = [
-            subprocess.run(["docker", "top", box], capture_output=True, text=True) for box in containers()
-        ]
-        return any(words in top.stdout for top in tops)
+        return any(words in processes_of(box) for box in containers())
 
     await wait_until(lambda: asyncio.to_thread(runs))
 
@@ -359,7 +393,7 @@ def test_check_plays_three_tasks_and_names_those_whose_solution_fails(
     (tmp_path / "tasks" / NAMES[2] / "tests" / "test.sh").write_text("true\n")
     monkeypatch.setenv("TASKS_DIR", str(tmp_path / "tasks"))
     with pytest.raises(ConfigError) as refused:
-        check_environment(config, rows, plays_oracle=True)
+        check_environment(config, rows[1:], plays_oracle=True)
     problems = str(refused.value).partition("oracle: ")[2].split("; ")
     assert problems == [
         f"{NAMES[1]}: the solution got a reward of 0, and has to get 1",
@@ -389,48 +423,3 @@ def config_of(way: str, folder: Path) -> tuple[RunConfig, list[Row]]:
         for number, name in enumerate(NAMES[:3])
     ]
     return RunConfig.model_validate(tree), rows
-
-
-LEASE_S = 2.0
-NUM_TICKETS = 4
-
-
-@pytest.mark.timeout(600)
-async def test_a_killed_worker_of_verifiers_leaves_no_box_and_loses_no_sample(tmp_path: Path) -> None:
-    row = json.dumps({"task": NAMES.index("csv-join")})
-    config = simulated_config(
-        tmp_path,
-        rollout__environment={
-            "use": "agent",
-            "agent": f"$ echo '{row}' | {PLAY.removeprefix('$ ')} {OPTIONS}",
-            "containers": "docker",
-            "call_timeout_s": 120.0,
-        },
-        # Long enough for boxes to be there while the model is asked.
-        rollout__simulated={"tokens": 4, "vocab_size": 32, "group_s": 8.0},
-        rollout__max_groups_in_flight=1,
-        model__max_model_len=4096,
-        streams__lease_s=LEASE_S,
-    )
-    async with ServiceRun(tmp_path, config) as run:
-        killed = run.start("rollout", "killed")
-        await update_state(run.broker, run.keys, **{UID: RUN_UID})  # as the trainer does
-        await issue(run.broker, run.keys)
-        lost = await wait_until(lambda: containers() if len(containers()) >= 2 else set())
-        killed.kill()
-        killed.wait()
-        run.start("rollout", "next")
-        await wait_until(lambda: not containers() & lost)
-
-        async def find_samples() -> list[Trajectory] | None:
-            samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
-            return samples if len(samples) >= NUM_TICKETS * SIZE else None
-
-        samples = await wait_until(find_samples, 400)
-        keys = sorted((sample.ticket, sample.index) for sample in samples)
-        assert keys == [(ticket, index) for ticket in range(NUM_TICKETS) for index in range(SIZE)]
-        # The simulated engine calls nothing: its test fails in its own box.
-        assert {sample.session.reward for sample in samples if sample.session} == {0.0}
-        assert await messages(run.broker, run.keys.dead, DeadLetter) == []
-        await run.stop_all("next")
-        assert containers() == set()

@@ -15,7 +15,7 @@ from tests.support.preloaded import REPO
 
 IMAGE = "tidemill-sleep:compose-test"
 EXAMPLE = REPO / "examples" / "containers"
-BOXES = "tests/compose/boxes.py"
+BOXES = ("tests/compose/boxes.py", "tests/compose/kills.py", "tests/compose/trains.py")
 TASKS = "tidemill-tasks:1"
 BASE = "debian:bookworm-slim"
 DEBIAN = "tidemill-box-base:compose-test"
@@ -60,7 +60,7 @@ def plays_boxes(docker: Docker, work: Path) -> bool:
     commands = (
         [sys.executable, EXAMPLE / "oracle.py"],
         validate,
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", BOXES],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *BOXES],
     )
     env = docker.env | paths
     codes = [subprocess.run([*map(str, command)], env=env, cwd=REPO).returncode for command in commands]

@@ -1,5 +1,6 @@
 """A Docker engine and Compose: the ones of this machine, or an engine of the test's own."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -8,7 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 START_TIMEOUT_S = 60.0
+MAX_STARTS = 3
 COMMAND_TIMEOUT_S = 1800.0
 
 
@@ -77,19 +81,35 @@ class Engine:
         if os.geteuid() != 0 or shutil.which("dockerd") is None:
             raise MissingError("no Docker engine answers, and starting one takes root and dockerd")
         self.folder.mkdir(parents=True, exist_ok=True)
+        # It gives up where its containerd takes more than 15 seconds, as on a busy machine.
+        for _ in range(MAX_STARTS):
+            self._process = self._launch()
+            if self._answers(self._process):
+                return
+        tail = (self.folder / "dockerd.log").read_text(errors="replace")[-1500:]
+        raise MissingError(f"the Docker engine did not start:\n{tail}")
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
         paths = ["--data-root", f"{self.folder}/data", "--exec-root", f"{self.folder}/exec"]
         command = ["dockerd", *paths, "--pidfile", f"{self.folder}/dockerd.pid", "-H", self.address]
         with open(self.folder / "dockerd.log", "ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *self._options], stdout=log, stderr=log, start_new_session=True
             )
+
+    def _answers(self, process: "subprocess.Popen[bytes]") -> bool:
+        """Wait until it answers; False where it has ended, or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        answers = ["docker", "-H", self.address, "version"]
-        while subprocess.run(answers, capture_output=True).returncode:
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                tail = (self.folder / "dockerd.log").read_text(errors="replace")[-1500:]
-                raise MissingError(f"the Docker engine did not start:\n{tail}")
+        ask = ["docker", "-H", self.address, "version"]
+        while subprocess.run(ask, capture_output=True).returncode:
+            if process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                return False
             time.sleep(0.2)
+        return True
 
     def kill(self) -> None:
         """SIGKILL to the engine: its containers run on."""
@@ -99,10 +119,18 @@ class Engine:
         (self.folder / "dockerd.pid").unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Stop it, and its containers."""
+        """Stop it, and its containers; also what an engine that was killed has left."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(START_TIMEOUT_S)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if f"{self.folder}/exec/containerd/containerd.sock" in process.cmdline():
+                    process.kill()
+        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for folder in sorted(mounted, reverse=True):
+            if folder.startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "-l", folder], check=True)
 
 
 def run(command: list[str], env: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:

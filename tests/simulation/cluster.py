@@ -52,7 +52,9 @@ class Weather:
 
     slow_s: float = 0.0
     lose_share: float = 0.0
-    """Share of the commands that are never applied, or whose answer never comes, half of each."""
+    """Share of the commands that are never applied, or whose answer never comes."""
+    fates: tuple[str, ...] = ("unsent", "unanswered")
+    """What may happen to those."""
     hang_share: float = 0.0
     """Share of those in which the client does not even learn that the connection is gone."""
     is_full: bool = False
@@ -215,7 +217,7 @@ class Cluster:
     def _fate(self) -> str:
         if self.weather.lose_share and self.rng.random() < self.weather.lose_share:
             how = "hangs" if self.rng.random() < self.weather.hang_share else "breaks"
-            return f"{self.rng.choice(('unsent', 'unanswered'))} {how}"
+            return f"{self.rng.choice(self.weather.fates)} {how}"
         return ""
 
     def _delay_s(self) -> float:
@@ -237,7 +239,8 @@ class Cluster:
         fate: str,
     ) -> None:
         if self.before is not None and self.state is State.UP:
-            self.before(process, unit[0])
+            for fields in unit if is_atomic else unit[:1]:
+                self.before(process, fields)
         if fate or self.state is not State.UP or process in self.cut_off:
             # A call whose answer never comes, such as a renewal, waits until its timeout.
             until = self.loop.now + (ANSWER_TIMEOUT_S if fate.endswith("hangs") else 0.0)

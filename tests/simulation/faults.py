@@ -4,9 +4,11 @@ Nothing here knows what the services do about it. A fault that finds nothing to 
 """
 
 import contextvars
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation import damage, operators, strangers
@@ -15,6 +17,7 @@ from tests.simulation.fleet import Fleet
 from tests.simulation.loop import START_S
 from tests.simulation.process import Process
 from tests.simulation.redis.keyspace import split
+from tests.simulation.redis.server import stream_keys
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
 from tidemill.common.config import RunConfig
@@ -32,9 +35,32 @@ def script_sha(name: str) -> bytes:
     return _script(name)[1].encode()
 
 
-def _is_script(command: str, fields: list[bytes]) -> bool:
-    """Whether a script of this name is called: only their names are in small letters."""
-    return command.islower() and fields[1:2] == [script_sha(command)]
+@dataclass(frozen=True)
+class Moment:
+    """The n-th command of a kind from now on: `command` is its name or that of its script (`XADD` stands for
+    every script), and `text` is part of its first words."""
+
+    command: str
+    text: str
+    count: int = 1
+
+    def is_command(self, fields: list[bytes]) -> bool:
+        name = split(fields)[0].decode()
+        keys = stream_keys(fields) if name == "XREADGROUP" else []
+        words = b" ".join((*fields[:8], *keys, b"")).decode(errors="replace")
+        is_script = fields[1:2] == [script_sha(self.command)] if self.command.islower() else False
+        is_it = name == self.command or (self.command == "XADD" and name in SCRIPTED) or is_script
+        return is_it and self.text in words
+
+
+@dataclass
+class Armed:
+    """Something that happens when a command of process `who` comes for the `num_left`-th time."""
+
+    who: str
+    moment: Moment
+    happen: Callable[[], None]
+    num_left: int = 1
 
 
 class Injector:
@@ -56,16 +82,22 @@ class Injector:
         """Entries that Redis has lost."""
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
         self.quiet_at_s = START_S + max(ends, default=0.0) + GRACE_S
-        self._armed: list[tuple[str, str, str, Callable[[], None]]] = []
-        """Process, command and text of the command before whose arrival something happens."""
-        self._armed_sending: list[tuple[str, str, str, Callable[[], None]]] = []
-        """The same, before the command is sent."""
+        self._armed: list[Armed] = []
+        """What waits for the arrival of a command."""
+        self._armed_sending: list[Armed] = []
+        """What waits for a command that a process is about to send."""
+        self._followers: dict[int, Fault] = {}
+        """By the id of a fault: the one that comes behind it."""
         world.cluster.before = self._before
         world.cluster.sending = lambda process, fields: self._spring(self._armed_sending, process, fields)
 
     def arm(self) -> None:
-        for fault in self.schedule.faults:
-            self._at(START_S + fault.at_s, lambda fault=fault: self._do(fault))
+        for before, fault in itertools.pairwise((None, *self.schedule.faults)):
+            assert fault is not None
+            if before is not None and fault.how.get("follows"):
+                self._followers[id(before)] = fault
+            else:
+                self._at(START_S + fault.at_s, lambda fault=fault: self._do(fault))
 
     def _at(self, when: float, call: Callable[[], None]) -> None:
         self.world.loop.call_at(when, call, context=contextvars.Context())
@@ -76,13 +108,25 @@ class Injector:
     def _do(self, fault: Fault) -> None:
         if self.fleet.outcome:
             return
+
+        def happen() -> None:
+            if later_s := fault.how.get("later_s"):
+                self._after(later_s, lambda: self._happen(fault))
+            else:
+                self._happen(fault)
+
         who = fault.how.get("of", fault.target) or "trainer"
         if before := fault.how.get("before"):
-            self._armed.append((who, *before, lambda: self._happen(fault)))
+            self._wait_for(self._armed, who, before, happen)
         elif sending := fault.how.get("sending"):
-            self._armed_sending.append((who, *sending, lambda: self._happen(fault)))
+            self._wait_for(self._armed_sending, who, sending, happen)
         else:
             self._happen(fault)
+
+    @staticmethod
+    def _wait_for(armed: list[Armed], who: str, words: Sequence[Any], happen: Callable[[], None]) -> None:
+        moment = Moment(*words)
+        armed.append(Armed(who, moment, happen, moment.count))
 
     def _before(self, process: Process, fields: list[bytes]) -> None:
         """A command arrives at the server: some faults have waited for it."""
@@ -92,20 +136,14 @@ class Injector:
         self._spring(self._armed, process, fields)
 
     @staticmethod
-    def _spring(
-        armed_faults: list[tuple[str, str, str, Callable[[], None]]], process: Process, fields: list[bytes]
-    ) -> None:
+    def _spring(armed_faults: list[Armed], process: Process, fields: list[bytes]) -> None:
         """Let those faults happen that have waited for this command."""
-        if not armed_faults:
-            return
-        name = split(fields)[0].decode()
-        text = b" ".join(fields[:8]).decode(errors="replace")
         for armed in list(armed_faults):
-            who, command, key, happen = armed
-            is_it = name == command or (command == "XADD" and name in SCRIPTED) or _is_script(command, fields)
-            if process.name == who and is_it and key in text:
-                armed_faults.remove(armed)
-                happen()
+            if process.name == armed.who and armed.moment.is_command(fields):
+                armed.num_left -= 1
+                if not armed.num_left:
+                    armed_faults.remove(armed)
+                    armed.happen()
 
     def _happen(self, fault: Fault) -> None:
         self.world.tell("FAULT", repr(fault))
@@ -115,6 +153,8 @@ class Injector:
             self.done[fault.kind] += 1
         if then := fault.how.get("then"):  # at the next moment of its kind
             self._do(Fault(fault.at_s, *then, {"before": fault.how["before"]}))
+        if (follower := self._followers.get(id(fault))) is not None:
+            self._after(follower.at_s, lambda: self._do(follower))
 
     # What happens.
 
@@ -133,23 +173,16 @@ class Injector:
 
     def freeze(self, fault: Fault) -> bool:
         """A process is frozen for longer than its leases, and then goes on; at the latest then, where it is
-        frozen `until` the trainer sends a command of some kind so many times."""
+        frozen `until` a command of the trainer, or of the process `until_of`, arrives."""
         process = self.fleet.find(fault.target)
         if process is None:
             return False
         self.world.freeze(process)
         self._after(fault.how["for_s"], lambda: self.world.thaw(process))
         if until := fault.how.get("until"):
-            command, text, num_times = until
-            self._arm_after(num_times, ("trainer", command, text), lambda: self.world.thaw(process))
+            who = fault.how.get("until_of", "trainer")
+            self._wait_for(self._armed, who, until, lambda: self.world.thaw(process))
         return True
-
-    def _arm_after(self, num_times: int, moment: tuple[str, str, str], happen: Callable[[], None]) -> None:
-        """Let something happen when a command of this kind has come so many times."""
-        if num_times > 1:
-            self._armed.append((*moment, lambda: self._arm_after(num_times - 1, moment, happen)))
-        else:
-            self._armed.append((*moment, happen))
 
     def term(self, fault: Fault) -> bool:
         """SIGTERM: it drains, and is started again."""
@@ -199,8 +232,10 @@ class Injector:
         self._weather(fault, Weather(slow_s=fault.how["slow_s"]))
 
     def unreliable(self, fault: Fault) -> None:
-        """Commands get lost, or their answers, for a while."""
-        self._weather(fault, Weather(lose_share=fault.how["share"], hang_share=fault.how.get("hang", 0.0)))
+        """Commands get lost, or their answers, for a while; with `fate`, one of the two alone."""
+        fates = (fault.how["fate"],) if "fate" in fault.how else Weather.fates
+        weather = Weather(lose_share=fault.how["share"], fates=fates, hang_share=fault.how.get("hang", 0.0))
+        self._weather(fault, weather)
 
     def full(self, fault: Fault) -> None:
         """Redis has no memory left for a while."""
@@ -313,8 +348,14 @@ class Injector:
 
     def _units_kept(self, how: dict[str, Any]) -> int:
         """How many writes the next server knows: all but the last `lose`, or but those from a commit on, or
-        (`lose_step`) but those after the last commit."""
-        num_units = len(self.world.cluster.server.log)
+        (`lose_step`) but those after the last commit, or (`lose_from`) but those from a command on, which is
+        counted from the newest one back."""
+        log = self.world.cluster.server.log
+        num_units = len(log)
+        if words := how.get("lose_from"):
+            moment = Moment(*words)
+            units = [n for n, (_, unit) in enumerate(log) if any(map(moment.is_command, unit))]
+            num_units = min([num_units, *units[-moment.count :]])
         if num_commits := how.get("lose_commits", 0):
             commits = self.world.history.of("commits")
             units = [record.unit for record in commits if not record.is_foreign][-num_commits:]

@@ -47,6 +47,8 @@ KINDS: dict[str, type[Message]] = {
 OTHER_CONFIG = "Resume with the config the step was trained with"
 FILTER = "trainer.algorithm.filter_zero_variance"
 LOSSES = ("restart", "failover", "empty")
+LOSING = frozenset({"lose", "lose_commits", "lose_from"})
+"""Parameters of a restart or a failover after which Redis lacks its newest writes."""
 
 
 class Judge:
@@ -197,7 +199,7 @@ class Judge:
         if not any(word in outcome for word in REMEDIES) or NO_RUN in outcome:
             return False
         has_losses = any(
-            f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
+            f.kind == "empty" or (f.kind in LOSSES and not LOSING.isdisjoint(f.how))
             for f in self.schedule.faults
         )
         if "lost its tokens" in outcome and "vanish" in self.kinds:

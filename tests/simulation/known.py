@@ -27,13 +27,12 @@ KNOWN = {
         Fault(8.8, "kill", "trainer", {"step": "unsent", "count": 8}),
     )),
     "versions of a future that is lost": Schedule(
-        1164, Setup(steps=6, groups_per_step=1, group_size=2, evaluation=True, rollouts=1, rewards=1), (
-        Fault(8.272, "failover", "", {"for_s": 0.49, "lose_commits": 2}),
-        Fault(9.591, "freeze", "trainer", {"for_s": 4.37}),
-        Fault(12.377, "tear", "trainer", {"what": "metrics", "share": 0.568}),
-        Fault(12.584, "unreliable", "", {"for_s": 7.7, "share": 0.27}),
-        Fault(12.829, "restart", "", {"for_s": 2.17, "before": ["XADD", "weights"]}),
-        Fault(12.957, "restart", "", {"for_s": 1.45, "lose_commits": 2}),
+        1, Setup(steps=6, groups_per_step=1, group_size=2, max_staleness=0, checkpoint_every=6, rollouts=1,
+        rewards=1), (
+        Fault(0.0, "config", "trainer", {"set": {"weights.base_every": 1}}),  # no version needs another one
+        Fault(0.0, "kill", "trainer", {"before": ["append_after", "commits", 4]}),
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["append_after", "commits", 4],
+            "follows": True}),
     )),
     "a sleeper wakes up after two failovers": Schedule(
         293058, Setup(steps=3, group_size=8, checkpoint_every=1, keep_checkpoints=1, trim=False, rewards=1), (
@@ -107,10 +106,9 @@ KNOWN = {
             {"for_s": 2.21, "lose": 114, "before": ["XINFO STREAM", "commits"], "clock_s": 3.3}),
     )),
     "a run is finished right after a failover": Schedule(
-        4216, Setup(steps=3, groups_per_step=3, group_size=4, max_staleness=3, batch_order="as_ready",
-        checkpoint_every=3, trim=False, rollouts=1), (
-        Fault(5.502, "failover", "", {"for_s": 1.59, "lose": 25}),
-        Fault(5.944, "config", "trainer", {"set": {"trainer.keep_weights": 2}}),
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["append_after", "commits"],
+            "before": ["finish", "commits"]}),
     )),
     "the trainer is stopped while the disk is full": Schedule(
         3234, Setup(group_size=2, max_staleness=3, checkpoint_every=1, evaluation=True, rollouts=3,
@@ -129,25 +127,22 @@ KNOWN = {
         Fault(3.994, "unreliable", "", {"for_s": 4.6, "share": 0.21, "hang": 0.31}),
     )),
     "a trim is decided on one server and done on another": Schedule(
-        7893, Setup(steps=6, groups_per_step=1, group_size=8, checkpoint_every=4, archive=True, rollouts=3), (
-        Fault(8.068, "unreliable", "", {"for_s": 3.0, "share": 0.47}),
-        Fault(8.086, "failover", "",
-            {"for_s": 0.29, "lose_commits": 2, "before": ["HSET", "state"], "clock_s": -9.7}),
-        Fault(10.315, "freeze", "reward-1", {"for_s": 5.32}),
+        1, Setup(steps=6, groups_per_step=1, group_size=4, checkpoint_every=1, keep_checkpoints=1,
+        rewards=1), (
+        Fault(0.0, "failover", "", {"for_s": 0.5, "clock_s": -60.0, "hold_s": 4.0,
+            "lose_from": ["publish_sample", "prompts ", 6], "before": ["trim", "trajectories", 2]}),
     )),
     "a server takes over before a trim has its mark": Schedule(
-        5, Setup(steps=6, checkpoint_every=1, keep_checkpoints=1), (
-        Fault(5.737, "failover", "", {"for_s": 1.93, "lose_commits": 1, "lose": 58,
-            "before": ["mark", "trimming"], "clock_s": -66.8, "hold_s": 5.5}),
+        1, Setup(steps=6, groups_per_step=1, group_size=4, checkpoint_every=1, keep_checkpoints=1,
+        rewards=1), (
+        Fault(0.0, "failover", "", {"for_s": 0.5, "clock_s": -60.0, "hold_s": 4.0,
+            "lose_from": ["publish_sample", "prompts ", 6], "before": ["mark", "trimming", 3]}),
     )),
     "Redis is emptied while it is looked for strays": Schedule(
-        100684, Setup(steps=6, group_size=2, checkpoint_every=1, evaluation=True, rollouts=3, rewards=1), (
-        Fault(1.607, "tear", "trainer", {"what": "checkpoint", "share": 0.712}),
-        Fault(1.978, "tear", "trainer", {"what": "weights", "share": 0.893}),
-        Fault(2.194, "unreliable", "", {"for_s": 2.4, "share": 0.33}),
-        Fault(2.604, "slow", "", {"for_s": 5.3, "slow_s": 0.65}),
-        Fault(5.027, "host_clock", "trainer", {"by_s": 38.111}),
-        Fault(6.505, "empty", "", {"flush": True}),
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "foreign", "weights", {"what": "garbage", "of": "trainer",
+            "before": ["append_after", "weights", 2]}),
+        Fault(0.0, "empty", "", {"flush": True, "before": ["move_aside", "weights"], "follows": True}),
     )),
     "Redis is emptied during an evaluation, and a worker starts": Schedule(
         6325, Setup(group_size=8, max_staleness=3, evaluation=True, rollouts=1, rewards=1), (
@@ -158,26 +153,23 @@ KNOWN = {
         Fault(5.488, "server_clock", "rollout-0", {"by_s": 2.5}),
     )),
     "Redis loses the config and keeps the mark": Schedule(
-        5376, Setup(steps=6, groups_per_step=1, group_size=4, trim=False, evaluation=True, rollouts=1,
-        rewards=1), (
-        Fault(0.544, "restart", "", {"for_s": 2.68, "lose": 92}),
-        Fault(2.428, "restart", "", {"for_s": 2.41, "lose": 119, "before": ["HSET", "state"]}),
-        Fault(2.799, "kill", "reward-0"),
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "empty", "", {"flush": True, "before": ["HSET", "state trainer"]}),
+        Fault(0.5, "kill", "rollout-0", {"follows": True}),
     )),
     "a ticket that the stream has passed over": Schedule(
-        1214, Setup(groups_per_step=1, group_size=8, batch_order="as_ready", checkpoint_every=3,
-        archive=True, rollouts=1), (
-        Fault(5.216, "restart", "",
-            {"for_s": 0.68, "lose_commits": 2, "before": ["XINFO STREAM", "commits"]}),
-        Fault(6.235, "kill", "trainer"),
-        Fault(6.828, "cut_off", "reward-0", {"for_s": 5.38}),
+        1, Setup(groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["append_after", "prompts ", 3],
+            "before": ["start_group", "prompts ", 5]}),
+        Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "prompts "]}),
     )),
-    "a stranger's copy comes after its group was trained": Schedule(
-        1616, Setup(group_size=4, max_staleness=0, rewards=1), (
-        Fault(5.702, "unreliable", "", {"for_s": 5.4, "share": 0.305, "hang": 0.19}),
-        Fault(7.791, "kill", "trainer", {"step": "file", "count": 9}),
-        Fault(8.11, "freeze", "rollout-1", {"for_s": 4.13}),
-        Fault(12.165, "foreign", "trajectories", {"what": "future"}),
+    "a stranger's copy comes while its step waits for another group": Schedule(
+        3, Setup(steps=4, group_size=2, max_staleness=0, checkpoint_every=4, rollouts=1, rewards=1), (
+        Fault(0.0, "foreign", "trajectories", {"what": "twin", "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 3]}),
+        Fault(0.0, "foreign", "trajectories", {"what": "twin", "follows": True}),
+        Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "weights"]}),
     )),
     "a score is published under the id of another trajectory": Schedule(
         221274, Setup(steps=4, groups_per_step=1, group_size=2, batch_order="as_ready", checkpoint_every=1,
@@ -197,11 +189,12 @@ KNOWN = {
         Fault(11.191, "restart", "", {"for_s": 1.39, "lose": 4}),
     )),
     "an evaluation is trimmed whose version goes back": Schedule(
-        351640, Setup(steps=3, groups_per_step=1, group_size=2, checkpoint_every=3, evaluation=True,
-        rollouts=1, rewards=1), (
-        Fault(4.14, "failover", "", {"for_s": 2.9, "lose_commits": 2}),
-        Fault(10.553, "restart", "", {"for_s": 2.23}),
-        Fault(13.729, "kill", "trainer", {"step": "applied", "count": 5}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, checkpoint_every=4, evaluation=True, rollouts=1,
+        rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "reward-0",
+            "lose_from": ["append_after", "commits", 2],
+            "before": ["complete", "scores:eval", 4]}),
+        Fault(0.0, "kill", "trainer", {"follows": True, "before": ["trim", "prompts:eval"]}),
     )),
     "Redis loses the config before anybody has read it": Schedule(
         8794, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
@@ -217,16 +210,11 @@ KNOWN = {
         Fault(11.214, "restart", "", {"for_s": 0.68, "lose_commits": 3}),
     )),
     "a ticket is trimmed whose acknowledgement was lost": Schedule(
-        3003, Setup(groups_per_step=3, group_size=8, max_staleness=0, checkpoint_every=1, keep_checkpoints=1,
-        evaluation=True, rollouts=1), (
-        Fault(2.164, "restart", "", {"for_s": 0.61, "lose_commits": 1}),
-        Fault(3.559, "kill", "trainer"),
-        Fault(4.605, "kill", "reward-0", {"step": "file", "count": 0}),
-        Fault(5.914, "cut_off", "reward-1", {"for_s": 1.13}),
-        Fault(7.964, "term", "trainer"),
-        Fault(8.797, "kill", "reward-1"),
-        Fault(8.897, "server_clock", "trainer", {"by_s": -588}),
-        Fault(11.236, "restart", "", {"for_s": 1.25, "lose": 94}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, max_staleness=0, checkpoint_every=1,
+        keep_checkpoints=1, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["publish_sample", "prompts "],
+            "before": ["mark", "committing", 2]}),
+        Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a lost delivery is completed under the id of another one": Schedule(
         801706, Setup(steps=3, group_size=8, max_staleness=0, archive=True, rollouts=3, rewards=1,
@@ -235,9 +223,11 @@ KNOWN = {
         Fault(5.654, "restart", "", {"for_s": 2.27, "lose": 21}),
     )),
     "a step is replayed with samples that were generated after it": Schedule(
-        880546, Setup(steps=3, groups_per_step=1, group_size=2, rewards=1), (
-        Fault(3.8, "restart", "", {"for_s": 0.35, "lose": 25, "before": ["mark", "committing"]}),
-        Fault(5.9, "tear", "trainer", {"what": "checkpoint", "share": 0.645}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["publish_sample", "prompts ", 2],
+            "before": ["mark", "committing", 3]}),
+        Fault(0.0, "tear", "trainer", {"what": "checkpoint", "share": 0.5, "follows": True,
+            "before": ["append_after", "commits", 2]}),
     )),
     "a stranger hides that the last commit is lost": Schedule(
         9067, Setup(steps=4, groups_per_step=1, group_size=4, max_staleness=0, rollouts=1, rewards=1,
@@ -248,10 +238,11 @@ KNOWN = {
         Fault(13.4, "foreign", "commits", {"what": "copied"}),
     )),
     "an evaluation is trimmed while a worker holds a ticket of it": Schedule(
-        5449, Setup(steps=4, group_size=4, max_staleness=3, batch_order="as_ready", evaluation=True,
-        rollouts=3, rewards=1, reward_slots=2, shares_lines=True), (
-        Fault(1.0, "kill", "rollout-1"),
-        Fault(7.5, "restart", "", {"for_s": 0.28, "lose_commits": 2}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, checkpoint_every=1, keep_checkpoints=1,
+        evaluation=True, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "reward-0", "before": ["complete", "scores:eval", 3],
+            "later_s": 0.3, "lose_from": ["publish_sample", "prompts:eval"]}),
+        Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a worker that starts after an outage takes what others could not renew yet": Schedule(
         379, Setup(group_size=8, max_staleness=0, batch_order="as_ready", checkpoint_every=4, rollouts=3,
@@ -261,11 +252,12 @@ KNOWN = {
         Fault(9.331, "config", "trainer", {"set": {"trainer.checkpoint_every": 3}}),
     )),
     "a trainer comes to versions again whose evaluations are there": Schedule(
-        258550, Setup(steps=3, groups_per_step=1, group_size=2, checkpoint_every=3, evaluation=True,
-        rollouts=1, rewards=1), (
-        Fault(5.102, "failover", "", {"for_s": 2.9, "lose_commits": 2}),
-        Fault(10.553, "restart", "", {"for_s": 2.23}),
-        Fault(13.729, "kill", "trainer", {"step": "applied", "count": 5}),
+        1, Setup(steps=3, groups_per_step=1, group_size=2, checkpoint_every=4, evaluation=True, rollouts=1,
+        rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["append_after", "commits", 2],
+            "before": ["append_after", "prompts:eval", 3]}),
+        Fault(0.0, "kill", "trainer", {"follows": True, "of": "reward-0",
+            "before": ["complete", "scores:eval", 3]}),
     )),
     "a question to a restarted server has no answer, and another one is asked": Schedule(
         8, Setup(steps=4, groups_per_step=3, max_staleness=0, checkpoint_every=4, rewards=1), (
@@ -280,17 +272,11 @@ KNOWN = {
         Fault(4.167, "restart", "", {"for_s": 1.89, "lose": 47}),
         Fault(4.167, "unreliable", "", {"for_s": 6.0, "share": 0.24, "hang": 0.5}),
     )),
-    "answers with what is pending are lost again and again": Schedule(
-        570625, Setup(steps=6, groups_per_step=3, group_size=8, checkpoint_every=1, evaluation=True,
-        rollouts=1, shares_lines=True, claims=True), (
-        Fault(3.532, "kill", "rollout-0"),
-        Fault(2.752, "server_clock", "trainer", {"by_s": -347}),
-        Fault(4.557, "host_clock", "reward-0", {"by_s": -3.1}),
-        Fault(7.231, "host_clock", "rollout-0", {"by_s": -0.9}),
-        Fault(9.818, "disk_full", "", {"for_s": 4.8}),
-        Fault(9.345, "unreliable", "", {"for_s": 9.9, "share": 0.22}),
-        Fault(10.127, "unreliable", "", {"for_s": 5.7, "share": 0.54}),
-        Fault(13.296, "cut_off", "reward-0", {"for_s": 10.37}),
+    "an answer with a ticket is lost, and who reads the ticket again dies": Schedule(
+        1, Setup(steps=3, group_size=2, rollouts=1, rewards=1, max_attempts=2), (
+        Fault(0.0, "unreliable", "rollout-0", {"for_s": 0.0, "share": 1.0, "fate": "unanswered",
+            "sending": ["XREADGROUP", "prompts "]}),
+        Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["start_group", "prompts ", 2]}),
     )),
     "acknowledgements are lost, and who sent them has no free slot": Schedule(
         1741, Setup(steps=3, group_size=8, batch_order="as_ready", checkpoint_every=1, evaluation=True,
@@ -330,6 +316,43 @@ KNOWN = {
         Fault(0.5, "kill", "rollout-0", {"step": "file", "count": 6}),
         Fault(2.0, "kill", "rollout-0", {"step": "file", "count": 11}),
         Fault(5.7, "vanish", "", {"count": 4}),
+    )),
+    "a second trainer is started in the same folder": Schedule(
+        137, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "second", "", {"before": ["append_after", "commits"]}),
+    )),
+    "tickets are lost when none is left to be issued": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, max_staleness=3, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0", "before": ["start_group", "prompts "],
+            "lose_from": ["append_after", "prompts "]}),
+    )),
+    "a score arrives cut off": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "damage", "complete"),
+    )),
+    "a payload is changed before its entry is published": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, claims=True), (
+        Fault(0.0, "vanish", "", {"count": 1, "share": 0.5, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),
+    )),
+    "a trainer goes on with a curriculum": Schedule(
+        1, Setup(steps=6, group_size=2, max_staleness=0, checkpoint_every=1, rollouts=1, rewards=1,
+        mixed=True), (
+        Fault(0.0, "kill", "trainer", {"before": ["append_after", "weights", 2]}),
+    )),
+    "strangers have versions that come before their steps": Schedule(
+        2, Setup(groups_per_step=1, group_size=2, max_staleness=3, rollouts=1, rewards=1), (
+        Fault(0.0, "foreign", "trajectories", {"what": "ahead", "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 3]}),
+        Fault(0.0, "foreign", "trajectories", {"what": "ahead", "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 5]}),
+    )),
+    "Redis loses a part, and its worker dies two parts later": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1, sample_s=3.6,
+        parts="restore"), (
+        Fault(0.0, "restart", "", {"for_s": 0.1, "of": "rollout-0", "lose_from": ["append_part", "prompts "],
+            "before": ["append_part", "prompts ", 2]}),
+        Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
     )),
 }
 # fmt: on

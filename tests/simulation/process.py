@@ -32,6 +32,8 @@ class Process:
     is_dead: bool = False
     code: int | None = None
     """Exit code, once it has ended."""
+    is_asked_to_leave: bool = False
+    """Whether it has got a signal."""
     is_frozen: bool = False
     is_queued: bool = False
     ready: deque[asyncio.Handle] = field(default_factory=deque)

@@ -88,7 +88,7 @@ REVERTED = (
         "Redis is emptied during an evaluation, and a worker starts"),
     Mutant("config and mark are set one after the other", f"{BATCH}/reconciler.py",
         "        await self.broker.pipeline(unit, atomic=True)\n",
-        "        for command in unit[::-1]:\n            await self.broker.execute(*command)\n",
+        "        for command in unit:\n            await self.broker.execute(*command)\n",
         "Redis loses the config and keeps the mark"),
     Mutant("tickets that the stream has passed over are waited for", f"{DURABLE}/recovery.py",
         "        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]\n",
@@ -98,7 +98,7 @@ REVERTED = (
         "            if isinstance(message, Trajectory):\n"
         "                group.trajectory_ids.pop(message.index, None)\n"
         "            group.take(cast(GroupEntry, entry))\n",
-        "a stranger's copy comes after its group was trained"),
+        "a stranger's copy comes while its step waits for another group"),
     Mutant("an evaluation is trimmed before a checkpoint stands for its version", TRAINER,
         "        if not await self.reconciler.check_server():\n"
         "            await self.evaluator.trim(version)\n", "        await self.evaluator.trim(version)\n",
@@ -134,7 +134,7 @@ REVERTED = (
     Mutant("reading what is pending counts as a delivery", CONSUMER,
         '("XRANGE", self.key, entry_id, entry_id)',
         '("XCLAIM", self.key, self.group, self.name, 0, entry_id)',
-        "answers with what is pending are lost again and again"),
+        "an answer with a ticket is lost, and who reads the ticket again dies"),
     Mutant("what followed a part that could not be read follows the one in its place",
         f"{LUA}/append_part.lua",
         "  while (redis.call('HGET', KEYS[3], field) or '') ~= '' do\n", "  while false do\n",

@@ -144,6 +144,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     verdict.virtual_s = world.loop.now - 1000
     verdict.num_commands = len(world.cluster.server.log)
     judge.judge(fleet, injector, verdict)
+    verdict.violations += scripts.judge()
     if not fleet.outcome:
         verdict.stall = f"stall: {judge.standing()}"
     elif fleet.outcome != FINISHED and not judge.may_end(fleet.outcome, injector.num_torn):

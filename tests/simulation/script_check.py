@@ -22,7 +22,7 @@ from tidemill.common.wire.messages import Lane, Score, Trajectory
 
 Answered = Callable[[list[Any]], None]
 Key = tuple[int, int]
-CHECKED = ("complete", "hand_back", "start_group", "requeue")
+CHECKED = ("complete", "hand_back", "start_group", "requeue", "finish")
 
 
 def held_in(server: MemoryServer, key: bytes) -> dict[Any, Pending]:
@@ -42,6 +42,8 @@ class ScriptCheck:
     """Stream and entry id -> samples that have had this id: Redis gives an id again after a loss."""
     _times: dict[Process, set[float]] = field(default_factory=dict)
     """Times that the server has told each process."""
+    _refused: set[Process] = field(default_factory=set)
+    """Trainers whose run is not over: the server lacks its last commit."""
 
     def __post_init__(self) -> None:
         self._scripts = {_script(name)[1].encode(): name for name in CHECKED}
@@ -75,12 +77,25 @@ class ScriptCheck:
             return lambda replies: self._check_started(fields, is_held, replies)
         if name == "requeue":
             return lambda replies: self._check_requeued(server, fields, replies)
+        if name == "finish":
+            return lambda replies: self._was_finished(process, replies)
         return None
 
     def _was_told(self, process: Process, replies: list[Any]) -> None:
         (reply,) = replies
         if isinstance(reply, list):
             self._times.setdefault(process, set()).add(int(reply[0]) + int(reply[1]) / 1e6)
+
+    def _was_finished(self, process: Process, replies: list[Any]) -> None:
+        (self._refused.add if replies == [0] else self._refused.discard)(process)
+
+    def judge(self) -> list[str]:
+        """What is wrong with the ends of processes."""
+        return [
+            f"finish: {process.name} has left, and the server lacks the last commit of the run"
+            for process in self._refused
+            if process.code == 0 and not process.is_asked_to_leave
+        ]
 
     def _check_heartbeat(self, process: Process, value: bytes) -> None:
         sent_at = json.loads(value)["at"]

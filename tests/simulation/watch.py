@@ -132,6 +132,8 @@ class Watch:
     """Generations of samples that were generated before."""
     has_strangers: bool = False
     """Whether foreign samples, which no engine has made, may be trained."""
+    _trainer: Process | None = None
+    """The process that trained last."""
     _made: dict[bytes, dict[int, Made]] = field(default_factory=dict)
     """By the bytes of the prompt's ids, and by the key of the engine's random numbers."""
     _begun: set[tuple[str, Key]] = field(default_factory=set)
@@ -177,8 +179,13 @@ class Watch:
         return accumulated
 
     def updated(self, digest: str, samples: dict[Key, bytes]) -> None:
-        """These samples have become weights with this digest."""
+        """These samples have become weights with this digest, in a trainer that is the only one alive."""
         self.trained.setdefault(digest, []).append(samples)
+        trainer = OWNER.get(self.world.loop.world)
+        before = self._trainer
+        if before is not None and before is not trainer and not before.is_dead:
+            self.broken.append(f"two: {trainer.name} trains while {before.name}, which has trained, lives")
+        self._trainer = trainer
 
     def zeroed(self, policy: Any) -> None:
         """Forget what was accumulated."""

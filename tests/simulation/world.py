@@ -123,6 +123,7 @@ class World:
         """Deliver a signal; a process without a handler dies of it."""
         if process.is_dead:
             return
+        process.is_asked_to_leave = True
         if number not in process.signals:
             self._note_end(process, -number, None)
             return

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +48,30 @@ class Containers:
                 (self.folder / "away").touch()
             yield
         (self.folder / "away").unlink(missing_ok=True)
+
+
+class HangingRemoval:
+    """A `docker` for the front of PATH, whose removals do not end: for who is killed meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        program = folder / "hanging" / "docker"
+        program.parent.mkdir()
+        self._pids = folder / "removals"
+        program.write_text(
+            f'#!/bin/sh\n[ "$1" = rm ] && echo $$ >> {self._pids} && exec sleep 600\n'
+            f'exec {shutil.which("docker")} "$@"\n'
+        )
+        program.chmod(0o755)
+        self.path = f"{program.parent}:{os.environ['PATH']}"
+
+    @property
+    def has_begun(self) -> bool:
+        return self._pids.exists() and bool(self._pids.read_text())
+
+    def end(self) -> None:
+        """Kill what hangs; nothing has been removed by it."""
+        for pid in self._pids.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -133,6 +133,21 @@ class ForkServer:
                 self._ended(descriptor)
 
 
+class FailedImports:
+    """Takes away what is left of a file whose import failed, so that each forked process fails at it again.
+
+    pytest (9.2, `--import-mode=importlib`) leaves such a module in `sys.modules`, takes it from there when it
+    collects the file again, and finds no tests and no error in it.
+    """
+
+    def pytest_exception_interact(self, node: Any) -> None:
+        """The file of `node` could not be collected."""
+        for name, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None)
+            if file is not None and os.path.realpath(file) == os.path.realpath(node.path):
+                del sys.modules[name]
+
+
 def become(request: dict[str, Any]) -> NoReturn:
     """Run the module as `__main__`, in environment and folder as asked for, and end with its exit code."""
     os.environ.clear()
@@ -168,7 +183,8 @@ def main() -> dict[str, Any] | None:
     else:
         import pytest
 
-        pytest.main([*arguments, "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"])
+        options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        pytest.main([*arguments, *options], plugins=[FailedImports()])
         server = ForkServer(socket.socket(fileno=os.dup(0)))
     gc.collect()
     gc.freeze()  # so that no collection of a forked process copies the pages of all these modules

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="import-not-found, import-untyped"
 """Agents of public frameworks, each as its users write it: they go on until an error or a limit ends them.
 
-    NUM_TRIES=1 python framework_programs.py NAME
+    NUM_TRIES=1 RAISES=0 python framework_programs.py NAME
 
-The reward is the own one of the program, which computes it however its agent ended. With several tries the
-program asks again where its SDK has given up, and begins again where its agent has.
+The reward is the own one of the program, which computes it however its agent ended; with `RAISES=1` the last
+error of its agent ends it. With several tries the program asks again where its SDK has given up, and begins
+again where its agent has.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ MODEL = os.environ.get("TIDEMILL_MODEL", "m")
 MANY = 1000
 TASK = "Go on until you are stopped."
 NUM_TRIES = int(os.environ.get("NUM_TRIES", "1"))
+RAISES = os.environ.get("RAISES") == "1"
 
 
 def noop(text: str) -> str:
@@ -254,10 +256,27 @@ def inspect_ai() -> None:
         raise RuntimeError(log.error.message)
 
 
+def openhands() -> None:
+    from openhands.sdk import LLM, Agent, Conversation
+
+    llm = LLM(model=f"openai/{MODEL}", base_url=os.environ["OPENAI_BASE_URL"])
+    conversation = Conversation(
+        Agent(llm=llm, tools=[]),
+        workspace=os.getcwd(),
+        max_iteration_per_run=MANY,
+        stuck_detection=False,
+        visualizer=None,
+    )
+    conversation.send_message(TASK)
+    conversation.run()
+
+
 if __name__ == "__main__":
-    for _ in range(NUM_TRIES):
+    for attempt in range(NUM_TRIES):
         try:
             globals()[sys.argv[1]]()
         except Exception as error:
+            if RAISES and attempt == NUM_TRIES - 1:
+                raise
             print(type(error).__name__, error, file=sys.stderr)
     print(json.dumps({"reward": 0.5}))

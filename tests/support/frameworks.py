@@ -3,8 +3,10 @@
 Python's are functions of `framework_programs.py`, in virtual environments below build/; npm's are commands.
 """
 
+import json
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,7 @@ class Venv:
     folder: str
     modules: str
     packages: tuple[str, ...]
+    python: str = sys.executable
 
 
 NEWEST = Venv(
@@ -46,7 +49,8 @@ OF_OPENAI_2 = Venv(
     ),
 )
 OF_CREWAI = Venv("agent-clients-crewai", "crewai", ("openai==2.54.0", "crewai==1.15.30"))
-NPM = {"codex": "@openai/codex@0.171.0", "claude": "@anthropic-ai/claude-code@2.1.197"}
+OF_OPENHANDS = Venv("agent-clients-openhands", "openhands.sdk", ("openhands-sdk==1.58.2",), "python3.12")
+NPM = {"codex": "@openai/codex@0.171.0", "claude": "@anthropic-ai/claude-code@2.1.332"}
 CODEX = (
     "codex exec --skip-git-repo-check -m m -c model_provider=t -c \"model_providers.t={name='t', "
     "base_url='$OPENAI_BASE_URL', env_key='OPENAI_API_KEY', wire_api='responses'}\" 'Go on.'"
@@ -64,6 +68,7 @@ VENVS = {
     **dict.fromkeys(("agno", "openai_agents", "inspect_ai"), NEWEST),
     **dict.fromkeys(("strands", "autogen", "haystack", "llama_index", "dspy"), OF_OPENAI_2),
     "crewai": OF_CREWAI,
+    "openhands": OF_OPENHANDS,
 }
 """Name of a program -> where its framework is installed."""
 
@@ -79,6 +84,7 @@ def line_of(name: str, mark: str = "7") -> str:
     calls = {
         "mini_swe_agent": call_line("bash", command=f"true {mark}"),
         "codex": call_line("exec_command", cmd=f"echo {mark}"),
+        "openhands": call_line("think", thought=mark),
         "claude": call_line("Bash", command=f"echo {mark}", description="Print it."),
     }
     return mark + calls.get(name, call_line("noop", text=mark))
@@ -87,7 +93,7 @@ def line_of(name: str, mark: str = "7") -> str:
 @cache
 def python_in(venv: Venv) -> Path:
     """The interpreter of an environment; the test is skipped where it cannot be made."""
-    return python_with(venv.folder, venv.modules, venv.packages)
+    return python_with(venv.folder, venv.modules, venv.packages, base=venv.python)
 
 
 def npm_commands() -> Path:
@@ -96,7 +102,7 @@ def npm_commands() -> Path:
     commands = folder / "node_modules" / ".bin"
     if not shutil.which("npm"):
         pytest.skip("npm is not there: apt-get install npm")
-    if not all((commands / name).exists() for name in NPM):
+    if not all(_is_installed(package, folder) for package in NPM.values()):
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(["npm", "install", *NPM.values()], cwd=folder, capture_output=True, text=True)
         if done.returncode:
@@ -104,11 +110,23 @@ def npm_commands() -> Path:
     return commands
 
 
-def command_of(name: str, folder: Path, num_tries: int = 1) -> str:
-    """The shell command of a session of this program, whose own files are in `folder`."""
+def _is_installed(package: str, folder: Path) -> bool:
+    """Whether the folder has npm's package in this version."""
+    name, _, version = package.rpartition("@")
+    description = folder / "node_modules" / name / "package.json"
+    return description.exists() and json.loads(description.read_text())["version"] == version
+
+
+def command_of(name: str, folder: Path, num_tries: int = 1, raises: bool = False) -> str:
+    """The shell command of a session of this program, whose own files are in `folder`.
+
+    It has a reward however its agent ends; with `raises`, which Python's have, it fails where its agent does.
+    """
     if name not in NPM:
-        return f"NUM_TRIES={num_tries} {python_in(VENVS[name])} -P {PROGRAMS} {name}"
+        return f"NUM_TRIES={num_tries} RAISES={int(raises)} {python_in(VENVS[name])} -P {PROGRAMS} {name}"
     variables = {"PATH": f"{npm_commands()}:$PATH"}
     variables |= dict.fromkeys(("HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR"), str(folder))
     exported = "; ".join(f'export {name}="{value}"' for name, value in variables.items())
-    return f"{exported}; cd {folder}; {COMMANDS[name]} </dev/null >&2; echo '{{\"reward\": 0.5}}'"
+    numbers = " ".join(str(number) for number in range(num_tries))
+    tries = f"for number in {numbers}; do {COMMANDS[name]} </dev/null >&2 && break; done"
+    return f"{exported}; cd {folder}; {tries}; echo '{{\"reward\": 0.5}}'"

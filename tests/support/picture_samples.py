@@ -13,7 +13,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+from tests.support.rank_runs import policy_on
 from tests.support.samples import sample_of
+from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
@@ -21,6 +23,7 @@ from tidemill.common.images.processor import load_processor
 from tidemill.common.images.store import ImageStore
 from tidemill.common.wire.images import Image, images_of
 from tidemill.services.trainer.groups.sample import Sample, SegmentTokens
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import load_model
 from tidemill.services.trainer.policy.options import PictureSettings
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -59,10 +62,7 @@ def compute_in_float64(monkeypatch: Any) -> None:
 
 def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
     """A picture of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    PilImage.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return file_of(noise(width, height, seed))
 
 
 class PictureMaker:
@@ -173,14 +173,19 @@ class PictureMaker:
         samples.append(self.session((4, 1), [png_of(4, *SIZES[1]), first], seed=6))
         return samples
 
-    def policy(self, dtype: torch.dtype = torch.float64, **trainer: Any) -> TransformersPolicy:
+    def policy(
+        self, dtype: torch.dtype = torch.float64, ranks: Ranks | None = None, **trainer: Any
+    ) -> TransformersPolicy:
+        """That of one process, or of one of these ranks."""
         trainer.setdefault("optimizer", {"lr": 1e-2})
+        config = TrainerConfig.model_validate(trainer | {"num_ranks": ranks.size if ranks else 1})
         model = load_model(ModelConfig(path=str(self.folder), max_model_len=256), torch.device("cpu"))
         if dtype == torch.float64:
             model = model.double()
-        return TransformersPolicy(
+        return policy_on(
+            ranks,
             model,
-            TrainerConfig.model_validate(trainer),
+            config,
             dtype=dtype,
             temperature=1.0,
             max_completion_tokens=16,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from PIL import Image as PILImage
@@ -16,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.versions import Chain
+from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.wire.images import Image
@@ -34,11 +34,7 @@ SIZES = ((56, 56), (90, 60), (64, 120))
 
 def noise_png(seed: int, size: tuple[int, int] = SIZES[0]) -> bytes:
     """A picture as the store has it."""
-    width, height = size
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    PILImage.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return file_of(noise(*size, seed))
 
 
 def image_of(png: bytes, first: int, num_tokens: int) -> Image:
@@ -83,8 +79,8 @@ class Seeing:
         params = SamplingParams.model_validate({"max_tokens": 12} | sampling)
         return GenerationRequest(name, ids, params, pictures=pictures)
 
-    def model(self) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
 
     @torch.inference_mode()
     def expected(self, model: Any, request: GenerationRequest, generation: Generation) -> list[float]:
@@ -94,10 +90,11 @@ class Seeing:
         inputs = {}
         if request.pictures:
             inputs = self.processor.pixels([picture.png for picture in request.pictures])
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
             if self.processor.family.token_types:
                 is_pixel_1T = ids_1T == self.processor.placeholder_id
                 inputs[self.processor.family.token_types] = is_pixel_1T.int()
-        logits_TV = model(input_ids=ids_1T, use_cache=False, **inputs).logits[0].float()
+        logits_TV = model(input_ids=ids_1T, use_cache=False, **inputs).logits[0]
         if hasattr(model.model, "rope_deltas"):
             model.model.rope_deltas = None  # a later pass would take them
         logits_TV[:, list(self.processor.banned_ids)] = -torch.inf

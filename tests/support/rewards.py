@@ -93,12 +93,19 @@ def make_sample(
 
 @contextlib.asynccontextmanager
 async def worker(
-    broker: Broker, keys: Keys, name: str = "w1", servers: Any = None, drain_s: float = 30.0, **reward: Any
+    broker: Broker,
+    keys: Keys,
+    name: str = "w1",
+    servers: Any = None,
+    drain_s: float = 30.0,
+    images: Any = None,
+    run_dir: Path = Path(),
+    **reward: Any,
 ) -> AsyncIterator[ServiceContext]:
     reward = {"backoff_s": 0.0, "processes": 1} | reward
     streams = {"lease_s": 1.0, "drain_s": drain_s}
-    config = make_config(reward=reward, streams=streams, servers=servers or {})
-    context = ServiceContext("reward", name, keys, config, broker, Path(), Activity("reward"))
+    config = make_config(reward=reward, streams=streams, servers=servers or {}, images=images)
+    context = ServiceContext("reward", name, keys, config, broker, run_dir, Activity("reward"))
     task = asyncio.create_task(serve(context))
     try:
         yield context

@@ -105,7 +105,7 @@ async def announce_version(broker: Broker, keys: Keys, folder: Path, version: in
 
 async def issue(broker: Broker, keys: Keys, version: int = 0, **trainer: Any) -> None:
     """Issue the tickets of all steps up to `version + 1`, two groups each."""
-    scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE, **trainer))
+    scheduler, _ = make_parts(broker, keys, trainer_config(**{"group_size": SIZE} | trainer))
     await scheduler.admit(version)
 
 

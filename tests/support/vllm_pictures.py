@@ -2,7 +2,8 @@
 
 A process of its own, because torchvision has to be on its path before transformers is imported, and must not
 be on that of others. Prints what was measured as a line of JSON: the largest difference of a logprob to a
-plain pass of transformers, by version; version 1 changes all weights, 2 tower and projector, 3 the text part.
+plain pass of transformers in float64, by version; version 1 changes all weights, 2 tower and projector, 3 the
+text part.
 """
 
 import asyncio
@@ -15,11 +16,17 @@ from tidemill.common.process.vllm_machine import add_torchvision
 
 
 async def measure(family: str, folder: Path) -> dict[str, Any]:
+    import pytest
+    import torch
+
     from examples.small_vision_models import make_vision_model
+    from tests.support.picture_samples import compute_in_float64
     from tests.support.pictures import Seeing, mixed_requests, noise_png, write_versions
     from tests.support.vllm_machine import vllm_config
     from tidemill.services.rollout.engines.vllm import VllmEngine
 
+    # A pass in float32 is off by up to 1e-5 itself: two of them by more from each other.
+    compute_in_float64(pytest.MonkeyPatch())
     seeing = Seeing.of(make_vision_model(folder / "model", family), family)
     chain, folders = write_versions(seeing, folder / "run")
     config = vllm_config(seeing.folder, 256, max_num_seqs=16)
@@ -39,7 +46,7 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
             # The same prompts once more, from the prefix cache.
             results += await asyncio.gather(*(engine.generate(request) for request in requests[:2]))
             requests += requests[:2]
-            model = folders[version].model()
+            model = folders[version].model(torch.float64)
             gap = 0.0
             for request, result in zip(requests, results, strict=True):
                 expected = seeing.expected(model, request, result)
@@ -59,7 +66,7 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
         await engine.load(4, chain.paths(0), [], chain.manifests[0].digest)
         results = await asyncio.gather(*running)
         gap = 0.0
-        models = {3: folders[3].model(), 4: folders[0].model()}
+        models = {3: folders[3].model(torch.float64), 4: folders[0].model(torch.float64)}
         for request, result in zip(long, results, strict=True):
             if len(result.spans) == 1:
                 expected = seeing.expected(models[result.spans[0][0]], request, result)

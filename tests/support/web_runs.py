@@ -11,9 +11,12 @@ from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.images.processor import size_of
+from tidemill.common.images.store import ImageStore
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import append
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, ScoreStatus, Ticket, Trajectory
 
@@ -85,6 +88,34 @@ def question(ticket: int) -> Ticket:
         prompt_text=f"question {ticket} {SCRIPT}",
         ground_truth=f"answer {ticket}",
         row=ticket,
+        issued_at=1_700_000_000.0 + ticket,
+    )
+
+
+def seeing_question(ticket: int, store: ImageStore, *pngs: bytes) -> Ticket:
+    """A ticket with pictures, of two tokens each, which are put into the store."""
+    images = []
+    for number, png in enumerate(pngs):
+        width, height = size_of(png)
+        images.append(
+            Image(
+                digest=store.put(png),
+                num_bytes=len(png),
+                width=width,
+                height=height,
+                first=1 + 3 * number,
+                num_tokens=2,
+            )
+        )
+    parts = [{"type": "image"}] * len(pngs) + [{"type": "text", "text": f"how many? {SCRIPT}"}]
+    return make_ticket(
+        ticket,
+        step=ticket // 2,
+        group_size=GROUP_SIZE,
+        prompt_ids=np.arange(3 * len(pngs) + 2, dtype=np.int32),
+        prompt_text=f"seen {ticket} {SCRIPT}",
+        images=tuple(images),
+        extra={"prompt": [{"role": "user", "content": parts}]},
         issued_at=1_700_000_000.0 + ticket,
     )
 

@@ -21,6 +21,7 @@ def describe_arguments(row: Row) -> list[str]:
         f"ground_truth: {show(row.ground_truth)}",
         f"data_source: {show(row.data_source)}",
         f"extra_info: {', '.join(keys) if keys else 'no keys of the data'}",
+        *([f"images: {len(row.images)}, for functions that name images"] if row.images else []),
     ]
 
 

@@ -339,16 +339,18 @@ def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_or
     config = findings.config
     is_here = findings.model is not None and not findings.model.is_remote
     oracle = config.rollout.environment.oracle
-    if plays_oracle and oracle and not is_here:
+    is_asked = plays_oracle and bool(oracle)
+    if is_asked and not is_here:
         findings.notes.append(
             f"rollout.environment.oracle {oracle} was not played: the tokenizer of {config.model.path} is "
             "not on this machine; name the folder of a model that is"
         )
-    if plays_oracle and oracle and is_here:
+    if is_asked and is_here:
         firsts = [list(examples[:ORACLE_ROWS]) for name, examples in rows.items() if name.startswith("train")]
         chosen = list(chain.from_iterable(firsts))[:ORACLE_ROWS]
-        findings.session = check_environment(config, chosen, plays_oracle=True)
-        return
+        if chosen:
+            findings.session = check_environment(config, chosen, plays_oracle=True)
+            return
     findings.session = check_environment(config, [row] if row is not None and is_here else [])
 
 

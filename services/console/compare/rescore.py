@@ -1,7 +1,8 @@
 """`tidemill rescore`: score history with another reward, and say how the two agree.
 
 Guarantees: nothing is generated again, and nothing is written to the run whose history it is: the new scores
-are the scores stream of a sandbox run, computed by the same reward service that training uses.
+are the scores stream of a sandbox run, computed by the same reward service that training uses. Pictures are
+read where that run has them.
 """
 
 import itertools
@@ -20,10 +21,13 @@ from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
 from tidemill.common.history import Selection, StreamName
+from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
+from tidemill.common.run.state import PICTURES_OF
+from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.keys import RUN_ID
-from tidemill.common.wire.messages import Lane, Score, TrajectoryKey
+from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
 from tidemill.services.console.commands import RescoreOptions
 from tidemill.services.console.compare.agreement import compare, rescore_tree
 from tidemill.services.console.compare.emission import Emission, shown
@@ -59,7 +63,9 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
         folder = _sandbox_folder(options, source.folder)
         config = _sandbox_config(options, source, folder.run_id)
         # One entry is looked for before anything is started: an empty selection costs no sandbox.
-        async for _ in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
+        async for entry in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
+            if isinstance(entry, Entry) and isinstance(entry.message, Trajectory) and entry.message.images:
+                _check_pictures(source.folder, config)
             break
         else:
             raise ConfigError(
@@ -67,7 +73,8 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
                 f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
             )
         sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
-        async with sandbox.running(kind="rescore", source=source.run_id) as broker:
+        state = {"kind": "rescore", "source": source.run_id, PICTURES_OF: source.run_id}
+        async with sandbox.running(**state) as broker:
             emission = Emission(broker, sandbox.keys, source.history, selection, lane, options.keeps_pace)
             log_to_file(folder.logs / "console.log")
             await sandbox.until_ready(broker)
@@ -106,6 +113,16 @@ def _sandbox_folder(options: RescoreOptions, source: RunFolder) -> RunFolder:
     raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
 
 
+def _check_pictures(folder: RunFolder, config: RunConfig) -> None:
+    """Raises ConfigError: the run's pictures are not where it had them, and workers would wait for them."""
+    pictures = folder.path / IMAGES_FOLDER
+    if not config.streams.claim_check_url and not pictures.is_dir():
+        raise ConfigError(
+            f"the pictures of run {folder.run_id} are not in {pictures}: put them back there, from the run's "
+            "machine or its copy."
+        )
+
+
 def _sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> RunConfig:
     """The run's config with another reward, by `--reward`, `--config` or `--set`."""
     config = source.config
@@ -114,8 +131,11 @@ def _sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> 
     if options.reward and options.config:
         raise ConfigError("give either --reward, for a function, or --config, for a whole reward section")
     reward = config.reward
+    servers = config.servers
     if options.config:
-        reward = load_config(options.config).reward
+        another_config = load_config(options.config)
+        reward = another_config.reward
+        servers = servers | another_config.servers
     elif options.reward:
         file, colon, name = options.reward.rpartition(":")
         is_file = ".py:" in options.reward
@@ -126,7 +146,7 @@ def _sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> 
         )
     # A run whose reward workers are started apart has none in its config; a sandbox needs one of its own.
     reward = reward.model_copy(update={"workers": options.workers or max(1, reward.workers)})
-    config = config.model_copy(update={"run_id": run_id, "reward": reward})
+    config = config.model_copy(update={"run_id": run_id, "reward": reward, "servers": servers})
     return override_config(config, options.overrides)
 
 

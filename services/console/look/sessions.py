@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.data.image_columns import IMAGE_PART
+from tidemill.common.data.image_columns import IMAGE_PARTS
 from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Turn
 
+PICTURE = "[picture]"
+"""Stands for a picture in a message."""
 Said = Mapping[str, Any]
 """A chat message."""
 
@@ -129,15 +131,16 @@ def calls_of(said: Said | None) -> list[tuple[str, str]]:
 
 
 def text_of(value: Any) -> str:
-    """What a message says: text as it is, the parts of a list, anything else as Python shows it."""
+    """What a message says: text as it is, the parts of a list, where a mark stands for a picture, anything
+    else as Python shows it."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | tuple):
         return "\n".join(text_of(item) for item in value)
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):
         return str(value["text"])
-    if isinstance(value, Mapping) and value.get("type") == IMAGE_PART:
-        return f"[picture {value.get('digest')}: {value.get('width')} x {value.get('height')}]"
+    if isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS:
+        return PICTURE
     return repr(value)
 
 

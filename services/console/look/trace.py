@@ -61,6 +61,11 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
         yield Node("prompt", source.prompt_text, "text")
         of = f"source {source.source}, " if source.source else ""
         yield Node("", f"{len(source.prompt_ids)} tokens, {of}data source {source.data_source or NOTHING}")
+        folder = "eval-groups" if group.lane is Lane.EVAL else "groups"
+        for number, image in enumerate(source.images, 1):
+            size = f"{image.width} x {image.height}, tokens {image.first} to {image.end - 1}"
+            link = f"{folder}/{group.number}/pictures/{image.digest}.png"
+            yield Node(f"picture {number}", f"{size}, images/{image.digest}.png", link=link)
         if source.ground_truth is not None:
             yield Node("ground truth", source.ground_truth)
     if is_demonstration(group.number):
@@ -245,7 +250,7 @@ def session_parts(trajectory: Trajectory) -> Iterator[Node]:
 UNREAD = {
     "not_delivered": "its response broke before its end",
     "cut": "the client went on with a beginning of it",
-    "asked_again": "the same was asked again, and another answer counts",
+    "asked_again": "the same was asked again, or the agent began again: another answer counts",
 }
 
 

@@ -7,10 +7,12 @@ no request holds up the others while it is parsed, which takes seconds for the l
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.json_api import (
     MAX_BODY_BYTES,
@@ -22,7 +24,7 @@ from tidemill.common.process.json_api import (
 from tidemill.common.process.programs import Child
 from tidemill.common.process.worker_process import ProcessEndedError, StartupError, WorkerProcess
 from tidemill.common.wire.messages import Lane
-from tidemill.services.console.serve.samples import Batch, EncodedSample, ScoringRequest
+from tidemill.services.console.serve.samples import Batch, EncodedSample, ScoringRequest, has_pictures
 
 MAX_HELD_BYTES = 2 * MAX_BODY_BYTES
 SMALL_BYTES = 64 << 10
@@ -78,9 +80,13 @@ class LargeRequest:
 
 
 class RequestReader:
-    """Reads requests; one large one at a time, in a process that is started with the first."""
+    """Reads requests; one large one at a time, in a process that is started with the first. So are those with
+    pictures, which are decoded and stored there."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImagesConfig | None = None, run_dir: Path = Path(), url: str = "") -> None:
+        """`images` is the config's section; pictures are stored in the run's folder, or below `url`."""
+        plain = None if images is None else images.model_dump(mode="json")
+        self._setup: dict[str, Any] = {"images": plain, "run_dir": str(run_dir), "url": url}
         self._num_held_bytes = 0
         self._process: WorkerProcess | None = None
         self._is_reading = asyncio.Lock()
@@ -95,21 +101,25 @@ class RequestReader:
         Raises:
             ValidationError, InputError: it is no valid request.
             TooLargeError: it has more than `MAX_BODY_BYTES`. BusyError: too much is held already.
-            UnavailableError: the process that reads cannot be started, or has ended.
+            UnavailableError: the process that reads cannot be started, or has ended; or pictures cannot be
+                stored now.
         """
         with self._holding() as hold:
             body = await _body(http, hold, check_room)
             num_bytes = len(body)
             if num_bytes <= SMALL_BYTES:
-                samples = ScoringRequest.model_validate_json(body).samples
-                yield SmallRequest(Batch(samples), num_bytes)
-                return
+                request = ScoringRequest.model_validate_json(body)
+                if not has_pictures(request):
+                    yield SmallRequest(Batch(request.samples), num_bytes)
+                    return
             async with self._is_reading:
                 await self._send(body)
                 del body
                 answer = await self.ask({})
                 if "error" in answer:
                     raise InputError(answer["error"])
+                if "away" in answer:
+                    raise UnavailableError(f"its pictures cannot be stored now: {answer['away']}", RETRY_S)
                 yield LargeRequest(self, answer["num_samples"], answer["num_groups"], num_bytes)
 
     async def _send(self, body: bytearray) -> None:
@@ -129,7 +139,7 @@ class RequestReader:
         try:
             if self._process is None:
                 self._process = WorkerProcess(Child.REQUESTS, "requests")
-            await self._process.start({})
+            await self._process.start(self._setup)
             return self._process
         except (OSError, StartupError, MachineFaultError) as error:
             raise await self._unavailable(str(error)) from None

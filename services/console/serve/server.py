@@ -8,6 +8,7 @@ again: it is scored as new samples.
 """
 
 import asyncio
+import importlib.util
 import os
 import signal
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ def _config(options: ServeRewardsOptions) -> RunConfig:
             f"reward.rewards: {', '.join(config.reward.teachers)} is a teacher, whose logprobs only our own "
             "trainer can use; leave it out"
         )
+    if config.images is not None and importlib.util.find_spec("PIL") is None:
+        raise ConfigError("images needs the package pillow, which is not installed: pip install pillow")
     reward = config.reward.model_copy(update={"workers": max(1, config.reward.workers)})
     run_id = options.run_id or config.run_id or new_run_id(options.config, "rewards")
     return place(config.model_copy(update={"reward": reward, "run_id": run_id}), gpus_here(count_gpus()))[0]
@@ -96,7 +99,7 @@ async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) ->
         log_to_file(folder.logs / "console.log")
         broker.max_bytes = config.streams.max_message_mb << 20
         gateway = await RewardGateway.open(run, broker)
-        reader = RequestReader()
+        reader = RequestReader(config.images, folder.path, config.streams.claim_check_url)
         server = ServerInService(
             server_config(
                 application(gateway, reader, token),

@@ -9,8 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidemill.common.errors import TidemillError
-from tidemill.common.wire.messages import Lane, Trajectory, is_demonstration
+from tidemill.common.errors import BrokenImageError, TidemillError
+from tidemill.common.wire.images import Image
+from tidemill.common.wire.messages import Lane, PromptFields, Trajectory, is_demonstration
 from tidemill.common.wire.segments import Segment
 from tidemill.services.console.look.joins import GroupRecord, read_group, read_trajectories
 from tidemill.services.console.look.sessions import num_completion_tokens
@@ -33,6 +34,10 @@ MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
 MAX_PART_TOKENS = 2000
 MAX_TEXT_PART_CHARACTERS = 20_000
+MAX_SHOWN_PICTURES = 32
+"""Pictures of one prompt on a page."""
+MAX_PICTURE_BYTES = 64 << 20
+"""A larger picture is not sent."""
 LIKELY = (0.9, 0.5, 0.2, 0.05, 0.01)
 """Probabilities between the levels of a token's colour."""
 OLDEST = 4
@@ -101,6 +106,7 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         most=MAX_SHOWN_SAMPLES,
         sort=sort,
         sorts=tuple(SAMPLE_SORTS),
+        most_pictures=MAX_SHOWN_PICTURES,
         has_texts=(await run.texts()).is_known,
         previous=row.ticket - 1 if run.index.get(row.ticket - 1, lane) else None,
         following=row.ticket + 1 if run.index.get(row.ticket + 1, lane) else None,
@@ -131,6 +137,35 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
     first = number_of(request.query_params.get("first"))
     chunk = whole[first : first + MAX_TEXT_PART_CHARACTERS]
     return site.response("part.html", tokens=(), text=chunk, next=first + len(chunk), total=len(whole))
+
+
+async def picture(site: Site, run: WatchedRun, request: Request) -> Response:
+    """A picture of the group's prompts, as it is stored. No path is made of the address: its digest has to be
+    one that a record of the group names."""
+    row, lane = _find_row(run, request)
+    record = await read_group(history_of(run), row.ticket, lane, row.places)
+    image = _pictures_of(record).get(request.path_params["digest"])
+    if image is None:
+        raise HTTPException(404, f"Ticket {row.ticket} has no such picture.")
+    if image.num_bytes > MAX_PICTURE_BYTES:
+        raise HTTPException(404, f"The picture has {image.num_bytes:,} bytes, too many for a page.")
+    store = run.pictures()
+    try:
+        png = await store.threads.run(store.read, image)
+    except BrokenImageError as error:
+        raise HTTPException(404, str(error)) from None
+    return Response(png, media_type="image/png")
+
+
+def _pictures_of(record: GroupRecord) -> dict[str, Image]:
+    """By digest."""
+    sources: list[PromptFields | None] = [record.prompt_source]
+    sources += [sample.trajectory for sample in record.samples]
+    pictures = {}
+    for source in sources:
+        for image in source.images if source else ():
+            pictures[image.digest] = image
+    return pictures
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
@@ -271,6 +306,7 @@ ROUTES: dict[str, Page] = {
     "/run/{run}/groups.json": groups_file,
     "/run/{run}/{lane}/{ticket:int}": group,
     "/run/{run}/{lane}/{ticket:int}.json": whole_group,
+    "/run/{run}/{lane}/{ticket:int}/pictures/{digest}.png": picture,
     "/run/{run}/{lane}/{ticket:int}/{index:int}/tokens": tokens,
     "/run/{run}/{lane}/{ticket:int}/{index:int}/text": text,
 }

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
+from tidemill.common.images.store import ImageStore
 from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, read_records
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
@@ -79,6 +80,7 @@ class WatchedRun:
         """When reading began, by `time.monotonic`."""
         self._asked_at = 0.0
         self._texts: TokenTexts | None = None
+        self._pictures: ImageStore | None = None
         self._folder_changed_at = -1.0
         self._task: asyncio.Task[None] | None = None
 
@@ -138,6 +140,16 @@ class WatchedRun:
             folders = [self.folder.path, *([Path(self.config.model.path)] if self.config else ())]
             self._texts = await asyncio.to_thread(TokenTexts.load, folders)
         return self._texts
+
+    def pictures(self) -> ImageStore:
+        """Where its pictures are. Raises ConfigError: that is not known, or cannot be opened."""
+        if self._pictures is None:
+            if self.config is None:
+                raise ConfigError(
+                    f"the config of run {self.run_id} cannot be read, which says where its pictures are."
+                )
+            self._pictures = ImageStore(self.folder.path, self.config.streams.claim_check_url)
+        return self._pictures
 
     async def close(self) -> None:
         if self._task is not None:

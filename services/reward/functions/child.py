@@ -65,7 +65,7 @@ MOST_THREADS = 256
 READ_BYTES = 1 << 18
 UNRESTRICTED = 1 << 30
 GATHER_SHARE = 0.25
-"""How long an answer waits for others, as a share of the time that its call took."""
+"""How long the first answer waits for others, as a share of the time that its call took; those go with it."""
 LONGEST_GATHER_S = 0.15
 EARLIEST_SHARE = 0.75
 """Share of that time after which a wake-up for something else takes the answers along."""

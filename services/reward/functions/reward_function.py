@@ -7,8 +7,10 @@
 import asyncio
 import copy
 import difflib
+import importlib
 import importlib.util
 import inspect
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -93,12 +95,19 @@ class RewardFunction(Callee):
             "kwargs": dict(self.kwargs),
             "style": self.how.style.value,
             "tokenizer": self.tokenizer,
+            "has_pictures": self.takes_pictures,
         }
+
+    @property
+    def takes_pictures(self) -> bool:
+        return bool(self.how.picture_names)
 
     def prepare(self) -> None:
         builtin = BUILTINS.get(self.name)
         if builtin is not None:
             builtin.warm_up()
+        if self.takes_pictures:
+            importlib.import_module("PIL.PngImagePlugin")
 
     async def call(self, request: Request) -> list[RewardOutcome]:
         with users_own():
@@ -202,6 +211,7 @@ def verl_arguments(
         is_passed = name in further and how.takes(name)
         if is_passed or name in how.required:
             arguments[name] = further.get(name)
+    arguments.update(picture_arguments(how, sample))
     arguments.update(kwargs)
     return arguments
 
@@ -213,7 +223,7 @@ def batch_arguments(how: CallConvention, samples: Sequence[RewardSample], kwargs
     for name in BATCH_ARGUMENTS:
         of_sample = name.removesuffix("s")
         offered[name] = [row[of_sample] for row in rows]
-    return how.taken(offered) | dict(kwargs)
+    return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
 
 
 def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) -> dict[str, Any]:
@@ -228,7 +238,7 @@ def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) 
         "info": {**sample.trajectory.extra, **sample.of_thought},
         "task": sample.trajectory.data_source,
     }
-    return how.taken({**offered, "state": dict(offered)}) | dict(kwargs)
+    return how.taken({**offered, "state": dict(offered)}) | picture_arguments(how, sample) | dict(kwargs)
 
 
 def trl_arguments(
@@ -261,13 +271,54 @@ def trl_arguments(
         offered["thought"] = [sample.trajectory.thought or "" for sample in samples]
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
-    missing = sorted(how.required - offered.keys() - kwargs.keys())
+    missing = sorted(how.required - offered.keys() - kwargs.keys() - {*how.picture_names})
     if missing:
         raise AttemptError(
             f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
             is_final=True,
         )
-    return how.taken(offered) | dict(kwargs)
+    return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
+
+
+def picture_arguments(how: CallConvention, sample: RewardSample) -> dict[str, Any]:
+    """`images`, the list of a sample's pictures, and `image`, its only one or None, as far as the function
+    names them; each is a `PIL.Image.Image` of its own, which the function may change.
+
+    Raises:
+        AttemptError: it takes `image`, and the sample has several.
+    """
+    if not how.picture_names:
+        return {}
+    images = open_pictures(sample)
+    arguments: dict[str, Any] = {"images": images} if "images" in how.picture_names else {}
+    if "image" in how.picture_names:
+        if len(images) > 1:
+            raise AttemptError(
+                f"takes image, and the prompt has {len(images)} pictures; take images, the list of them",
+                is_final=True,
+                is_code_error=True,
+            )
+        arguments["image"] = images[0] if images else None
+    return arguments
+
+
+def picture_lists(how: CallConvention, samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
+    """The `picture_arguments` of all samples, as lists with one element for each. Raises AttemptError: as
+    there."""
+    of_samples = [picture_arguments(how, sample) for sample in samples]
+    lists: dict[str, list[Any]] = {}
+    for name in how.picture_names:
+        lists[name] = [arguments[name] for arguments in of_samples]
+    return lists
+
+
+def open_pictures(sample: RewardSample) -> list[Any]:
+    """The pictures of a sample as PIL's images."""
+    if not sample.pictures:
+        return []
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(png)) for png in sample.pictures]
 
 
 def _completion(sample: RewardSample) -> str | ChatMessages:
@@ -290,7 +341,9 @@ class GroupFunction(Callee):
 
     `scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict
     for each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `score`,
-    `status`, `error` and `components`. The returned list has a number for each sample, or None for no reward.
+    `status`, `error` and `components`. In a run with pictures a parameter `images` gets a list for each
+    sample, with its pictures as PIL's images. The returned list has a number for each sample, or None for no
+    reward.
 
     Example: `name` "my.py:centred", `takes_samples` False; for the scores [1.0, None, 0.0] it returns
     [0.5, None, -0.5].
@@ -302,10 +355,15 @@ class GroupFunction(Callee):
     takes_samples: bool
     is_cheap: bool = False
     kwargs: Kwargs = field(default_factory=dict)
+    takes_pictures: bool = False
 
     def spec(self) -> dict[str, Any]:
-        maker = f"{__name__}:load_group_function"
-        return {"maker": maker, "reference": self.name, "kwargs": dict(self.kwargs)}
+        return {
+            "maker": f"{__name__}:load_group_function",
+            "reference": self.name,
+            "kwargs": dict(self.kwargs),
+            "has_pictures": self.takes_pictures,
+        }
 
     async def call(self, request: Request) -> list[RewardOutcome]:
         arguments: dict[str, Any] = {"scores": list(request.scores or []), **self.kwargs}
@@ -315,6 +373,8 @@ class GroupFunction(Callee):
                 {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt, **notes}
                 for sample, notes in pairs
             ]
+        if self.takes_pictures:
+            arguments["images"] = [open_pictures(sample) for sample in request.samples]
         with users_own():
             returned = self.function(**arguments)
             values = await returned if self.is_async else returned
@@ -324,8 +384,9 @@ class GroupFunction(Callee):
                 raise returned_error(self.function, error) from None
 
 
-def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
-    """Import the function that `reward.group` names, and check that it can be called.
+def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = False) -> GroupFunction:
+    """Import the function that `reward.group` names, and check that it can be called, in a run whose prompts
+    may have pictures or not.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
@@ -340,6 +401,9 @@ def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
     passed = {"scores": None, **kwargs}
     if takes_samples:
         passed["samples"] = None
+    takes_pictures = has_pictures and "images" in signature.parameters
+    if takes_pictures:
+        passed["images"] = None
     try:
         signature.bind(**passed)
     except TypeError as error:
@@ -348,12 +412,21 @@ def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:
             f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
         ) from None
     return GroupFunction(
-        reference, function, is_async(function), takes_samples, builtin is not None, dict(kwargs)
+        reference,
+        function,
+        is_async(function),
+        takes_samples,
+        builtin is not None,
+        dict(kwargs),
+        takes_pictures,
     )
 
 
-def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer: str = "") -> RewardFunction:
-    """Import the function that `reward.function` names, and check that it can be called.
+def load_function(
+    reference: str, kwargs: Kwargs, style: str = "auto", tokenizer: str = "", has_pictures: bool = False
+) -> RewardFunction:
+    """Import the function that `reward.function` names, and check that it can be called, in a run whose
+    prompts may have pictures (`has_pictures`) or not.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
@@ -375,13 +448,14 @@ def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer
     if style == "class" and not callable(method):
         raise ConfigError(f"reward.function {reference} has no compute_score, which style: class needs")
     if callable(method) and (style == "class" or is_made):
-        how = replace(recognise(method, {}, f"{reference}.compute_score", "verl"), style=Style.CLASS)
+        called = recognise(method, {}, f"{reference}.compute_score", "verl", has_pictures)
+        how = replace(called, style=Style.CLASS)
         post_process = getattr(function, "post_process_scores", None)
         return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
     if not callable(function):
         made_type = type(function).__name__
         raise ConfigError(f"reward.function {reference} made {made_type}, which cannot be called")
-    how = recognise(function, {} if is_made else kwargs, reference, style)
+    how = recognise(function, {} if is_made else kwargs, reference, style, has_pictures)
     return RewardFunction(reference, function, how, kwargs, tokenizer=tokenizer, is_made=is_made)
 
 
@@ -433,11 +507,11 @@ def _make(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
         raise ConfigError(f"reward.function {reference}: making its object failed: {error}") from None
 
 
-def _check_class(made_of: type, reference: str) -> None:
-    has_method = callable(getattr(made_of, "compute_score", None))
-    calls = next((vars(base)["__call__"] for base in made_of.__mro__ if "__call__" in vars(base)), None)
+def _check_class(reward_class: type, reference: str) -> None:
+    has_method = callable(getattr(reward_class, "compute_score", None))
+    calls = next((vars(base)["__call__"] for base in reward_class.__mro__ if "__call__" in vars(base)), None)
     takes_tensors = calls is not None and "data" in signature_of(calls, reference).parameters
-    if not has_method and (hasattr(made_of, "run_single") or takes_tensors):
+    if not has_method and (hasattr(reward_class, "run_single") or takes_tensors):
         raise ConfigError(
             f"reward.function {reference} is a reward manager, as verl registers them: it takes batches of "
             "tensors, which no reward sees here. Name the function that it calls (path.py:compute_score), or "

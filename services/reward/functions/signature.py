@@ -64,6 +64,9 @@ COMPLETION_ARGUMENTS = {
     Style.VERIFIERS: ("completion",),
 }
 """Arguments of which a function must take at least one."""
+PICTURE_ARGUMENTS = ("images", "image")
+"""The pictures of a prompt, and its only one, for functions that name them: in runs with pictures. Those that
+take any argument do not get them unasked, as reading and decoding them takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class CallConvention:
     """Whether it takes any others too."""
     required: frozenset[str] = frozenset()
     """Arguments without a default."""
+    picture_names: tuple[str, ...] = ()
+    """Those of `PICTURE_ARGUMENTS` that it is given."""
 
     def takes(self, name: str) -> bool:
         return self.takes_any or name in self.names
@@ -94,9 +99,14 @@ class CallConvention:
 
 
 def recognise(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], name: str, style: str = "auto"
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    style: str = "auto",
+    has_pictures: bool = False,
 ) -> CallConvention:
-    """How `function` is to be called with the further arguments `kwargs`.
+    """How `function` is to be called with the further arguments `kwargs`, in a run whose prompts may have
+    pictures (`has_pictures`) or not.
 
     Raises:
         ConfigError: it does not fit; the message names the function, what it takes and what is expected.
@@ -105,12 +115,14 @@ def recognise(
         raise ConfigError(f"reward.function {name} yields; expected a function that returns its rewards")
     signature = signature_of(function, name)
     parameters = signature.parameters.values()
+    names = frozenset(p.name for p in parameters if p.kind in _BY_KEYWORD)
     call = CallConvention(
         style=_style_of(signature) if style == "auto" else Style(style),
         is_async=is_async(function),
-        names=frozenset(p.name for p in parameters if p.kind in _BY_KEYWORD),
+        names=names,
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
         required=frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC),
+        picture_names=tuple(each for each in PICTURE_ARGUMENTS if has_pictures and each in names),
     )
     _check_given(call, signature, kwargs, name)
     _check_kwargs(call, signature, kwargs, name)
@@ -152,7 +164,7 @@ def _check_given(
 
     For TRL's style, the dataset's columns are known only with the first sample, so nothing is missing yet.
     """
-    passed = OWN_ARGUMENTS[call.style]
+    passed = (*OWN_ARGUMENTS[call.style], *call.picture_names)
     takes_completion = any(call.takes(argument) for argument in COMPLETION_ARGUMENTS[call.style])
     not_passed = call.required - {*passed, *kwargs}
     missing = [p for p in signature.parameters if p in not_passed]
@@ -205,7 +217,7 @@ def _check_kwargs(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
     """Check that the function takes all of `reward.kwargs`, and that these replace nothing of the sample."""
-    passed = OWN_ARGUMENTS[call.style]
+    passed = (*OWN_ARGUMENTS[call.style], *call.picture_names)
     replaced = sorted(set(passed) & set(kwargs))
     if replaced:
         raise ConfigError(f"reward.kwargs must not set {', '.join(replaced)}: each sample brings its own")

@@ -14,11 +14,13 @@ from tidemill.common.process.heartbeats import Reporter
 from tidemill.common.process.replicas import read_replicas
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import PICTURES_OF, read_state
 from tidemill.common.wire.keys import Keys
 
 if TYPE_CHECKING:
     import httpx
 
+    from tidemill.services.reward.pictures import PictureReader
     from tidemill.services.reward.remote.router import RouterProxy
     from tidemill.services.reward.remote.servers import Servers
 
@@ -37,6 +39,8 @@ class RewardDependencies:
     worker: str
     reporters: list[Reporter] = field(default_factory=list)
     """Functions that fill in the worker's heartbeat."""
+    pictures: "PictureReader | None" = None
+    """Reads the pictures of samples; None in a run without `images`."""
     _http: "httpx.AsyncClient | None" = None
     """Without limits of its own: `Servers` limit requests. Its connections are shared."""
     _servers: "dict[str, Servers]" = field(default_factory=dict)
@@ -45,6 +49,25 @@ class RewardDependencies:
     @classmethod
     def of(cls, context: ServiceContext) -> "RewardDependencies":
         return cls(context.config, context.broker, context.keys, context.name, reporters=context.reporters)
+
+    async def open_pictures(self, context: ServiceContext) -> None:
+        """Let rewards read the pictures of the run, or of the run whose history is scored again.
+
+        Raises:
+            ConfigError: the store of pictures cannot be opened.
+        """
+        if self.config.images is None:
+            return
+        # Imported here: most runs have no pictures.
+        from tidemill.common.images.store import ImageStore
+        from tidemill.services.reward.pictures import PictureReader
+
+        state = await read_state(self.broker, self.keys)
+        run_dir = context.run_dir
+        if PICTURES_OF in state:
+            run_dir = run_dir.parent / state[PICTURES_OF]
+        store = ImageStore(run_dir, self.config.streams.claim_check_url)
+        self.pictures = PictureReader(store, context.fail)
 
     def servers(self, name: str) -> "Servers":
         """The servers of one section, shared by all that ask them. Raises ConfigError: there are none."""
@@ -91,3 +114,5 @@ class RewardDependencies:
             await servers.close()
         if self._http is not None:
             await self._http.aclose()
+        if self.pictures is not None:
+            await self.pictures.close()

@@ -35,6 +35,7 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault
+from tidemill.services.reward.remote.picture_parts import mark_pictures, put_pictures
 from tidemill.services.reward.remote.servers import usage_of
 from tidemill.services.reward.remote.templates import SampleTemplate
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
@@ -350,6 +351,7 @@ class JudgeReward(Reward):
         self.config = config.judge
         self._timeout_s = config.timeout_s
         self.servers = dependencies.servers(config.servers)
+        self._pictures = dependencies.pictures
         self._prompt = JudgePrompt(name, config.judge)
         section = dependencies.config.reward
         verdict = config.judge.verdict
@@ -360,18 +362,17 @@ class JudgeReward(Reward):
         """One attempt. Raises AttemptError: no verdict; mostly a `RemoteFault`."""
         # New for each attempt: no completion can know it.
         nonce = secrets.token_hex(NONCE_BYTES)
-        messages = self._prompt.messages(sample, nonce)
+        messages, num_prompt_tokens = await self._messages(sample, nonce)
         started = time.monotonic()
         body: dict[str, Any] = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
         is_chat = self.config.api == "chat"
         body |= {"messages": messages} if is_chat else {"prompt": messages[-1]["content"]}
-        num_chars = sum(len(message["content"]) for message in messages)
         words, num_tokens, is_cut = await self.servers.ask_json(
             "chat/completions" if is_chat else "completions",
             body | self.config.extra_body,
             lambda answer: read_answer(answer, self.config.api),
             lane=sample.lane,
-            tokens=num_chars // CHARS_PER_TOKEN + self.config.max_tokens,
+            tokens=num_prompt_tokens + self.config.max_tokens,
             timeout_s=self._timeout_s,
         )
         arguments = {"words": words, "nonce": nonce, "is_cut": is_cut}
@@ -388,12 +389,26 @@ class JudgeReward(Reward):
         }
         return RewardOutcome(outcome.value, outcome.components, {**outcome.detail, **detail})
 
+    async def _messages(self, sample: RewardSample, nonce: str) -> tuple[ChatMessages, int]:
+        """What the judge reads, with the pictures in their places, and about how many tokens that is."""
+        if self._pictures is None:
+            messages = self._prompt.messages(sample, nonce)
+            return messages, _num_tokens(messages)
+        marked, marks = mark_pictures(sample)
+        texts = self._prompt.messages(marked, nonce)
+        messages, num_picture_tokens = await put_pictures(texts, marks, sample, self._pictures)
+        return messages, _num_tokens(texts) + num_picture_tokens
+
     async def close(self) -> None:
         """End the processes that read verdicts; the dependencies close the servers."""
         await self._reading.close()
 
 
-def check_judge(name: str, config: NamedRewardConfig) -> None:
+def _num_tokens(messages: ChatMessages) -> int:
+    return sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
+
+
+def check_judge(name: str, config: NamedRewardConfig, _: bool = False) -> None:
     """Find what is wrong with a judge without asking it.
 
     Raises:

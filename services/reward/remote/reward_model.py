@@ -14,6 +14,7 @@ from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind
+from tidemill.services.reward.remote.picture_parts import mark_pictures, put_pictures
 from tidemill.services.reward.remote.serving import template_file
 from tidemill.services.reward.sample import IDS_READING, RewardSample, lines_of
 
@@ -26,16 +27,23 @@ class ModelReward(Reward):
         self._config = config.model
         self._timeout_s = config.timeout_s
         self._servers = dependencies.servers(config.servers)
+        self._pictures = dependencies.pictures
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Ask the model once. Raises AttemptError: no replica gave a score, or there is nothing to score."""
         body = make_body(sample, self._config)
+        num_tokens = _estimate(body)
+        if self._pictures is not None and self._config.input == "chat":
+            marked, marks = mark_pictures(sample)
+            messages = marked.conversation
+            body["messages"], num_picture_tokens = await put_pictures(messages, marks, sample, self._pictures)
+            num_tokens += num_picture_tokens
         scores = await self._servers.ask_json(
             "/pooling" if self._config.head == "token" else "/classify",
             body,
             lambda answer: read_scores(answer, self._config),
             lane=sample.lane,
-            tokens=_estimate(body),
+            tokens=num_tokens,
             timeout_s=self._timeout_s,
         )
         raw = reduce_scores(scores, sample, self._config)

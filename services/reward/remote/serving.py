@@ -27,7 +27,12 @@ from tidemill.common.process.children import PRIVATE
 from tidemill.common.process.heartbeats import publish_heartbeat, reachable_host
 from tidemill.common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from tidemill.common.process.vllm_machine import (
+    check_machine,
+    machine_arguments,
+    machine_environment,
+    seeing_environment,
+)
 from tidemill.common.run.chat_template import ChatTemplate
 from tidemill.common.run.model_config import check_folder
 from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
@@ -139,6 +144,8 @@ async def serve(context: ServiceContext) -> None:
     context.activity.enter(STARTING, origin)
     log.info("starting a server", url=url, command=" ".join(command))
     env = server_environment(config.servers[name], context.options.index)
+    if config.images is not None:  # vLLM needs it for models that see
+        env = seeing_environment(env)
     async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http, running(command, env) as server:
         try:
             await context.unless_stopping(watch(server))

@@ -192,6 +192,11 @@ def read_ids(answer: dict[str, Any]) -> list[int]:
     return ids
 
 
+def check_teacher(name: str, config: NamedRewardConfig, _: bool = False) -> None:
+    """Raises ConfigError: the template of its prompt is invalid."""
+    TeacherPrompt(name, config)
+
+
 def teacher_reading(name: str, config: NamedRewardConfig, sample: RewardSample, _: ServersConfig) -> str:
     """What the teacher reads about a sample. Raises AttemptError: the row lacks a part of its prompt."""
     assert config.teacher is not None

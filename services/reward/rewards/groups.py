@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 from pydantic import Field
@@ -32,6 +32,9 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
 from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, score_of
 from tidemill.services.reward.sample import RewardSample
+
+if TYPE_CHECKING:
+    from tidemill.services.reward.pictures import PictureReader
 
 log = structlog.get_logger(__name__)
 
@@ -181,8 +184,12 @@ class PostProcessing:
     """Changes the rewards of a group, in order: each reward class its own scores, then `reward.group` their
     sums."""
 
-    def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
+    def __init__(
+        self, config: RewardConfig, reward: WeightedSum, pictures: "PictureReader | None" = None
+    ) -> None:
         self._reward = reward
+        self._pictures: PictureReader | None = None
+        """For a function of groups that takes pictures."""
         self._limits = config
         self._classes = [
             (named, named.reward)
@@ -195,8 +202,10 @@ class PostProcessing:
         self.log = FailureLog()
         """Failed attempts at it, by cause."""
         if config.group:
-            function = load_group_function(config.group, config.group_kwargs)
+            function = load_group_function(config.group, config.group_kwargs, pictures is not None)
             self._execution = Execution(function, config.processes)
+            if function.takes_pictures:
+                self._pictures = pictures
 
     @property
     def is_any(self) -> bool:
@@ -219,11 +228,22 @@ class PostProcessing:
                 {"score": s.value, "status": s.status.value, "error": s.error, "components": s.components}
                 for s in sums
             ]
-            request = Request(samples, scores=[old.value for old in sums], notes=notes)
-            step = partial(self._execution.run, request, self._limits.timeout_s)
+            scores = [old.value for old in sums]
+            step = partial(self._call, self._execution, samples, scores, notes)
             processed = await self._outcomes(self._limits, step, len(samples))
             sums = [_changed(old, new) for old, new in zip(sums, processed, strict=True)]
         return [_with_former(new, old) for old, new in zip(before, sums, strict=True)]
+
+    async def _call(
+        self,
+        execution: Execution,
+        samples: list[RewardSample],
+        scores: list[float | None],
+        notes: list[dict[str, Any]],
+    ) -> list[RewardOutcome]:
+        if self._pictures is not None:
+            samples = [await self._pictures.with_pictures(sample) for sample in samples]
+        return await execution.run(Request(samples, scores=scores, notes=notes), self._limits.timeout_s)
 
     def failures_by_name(self) -> dict[str, int]:
         """`group:<kind>` -> number of groups whose post-processing failed."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
@@ -20,6 +21,9 @@ from tidemill.services.reward.functions.signature import ROUTER, Style
 from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
+
+if TYPE_CHECKING:
+    from tidemill.services.reward.pictures import PictureReader
 
 NUM_TURNS = "num_turns"
 
@@ -33,8 +37,10 @@ class FunctionReward(Reward):
         router: Callable[[], Awaitable[str]] | None = None,
         threads: int = 1,
         at_once: int | None = None,
+        pictures: "PictureReader | None" = None,
     ) -> None:
         self.function = function
+        self._pictures = pictures if function.takes_pictures else None
         self.execution = Execution(function, num_processes, threads, at_once)
         self._timeout_s = timeout_s
         self._router = router
@@ -49,7 +55,10 @@ class FunctionReward(Reward):
         return self.execution.is_queueing
 
     def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
-        if self._router is not None:
+        has_to_wait = self._router is not None or (
+            self._pictures is not None and sample.trajectory.prompt_images
+        )
+        if has_to_wait:
             return None
         return self.execution.begin(Request([sample]), self._timeout_s, on_end)
 
@@ -59,6 +68,8 @@ class FunctionReward(Reward):
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         arguments = {ROUTER: await self._router()} if self._router else {}
+        if self._pictures is not None:
+            samples = [await self._pictures.with_pictures(sample) for sample in samples]
         return await self.execution.run(Request(samples, arguments), self._timeout_s)
 
     async def post_process(
@@ -76,16 +87,23 @@ class FunctionReward(Reward):
 def make_function(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> FunctionReward:
     router = partial(dependencies.router_address, config.router) if config.router else None
     section = dependencies.config.reward
-    function = load_checked(name, config)
+    function = load_checked(name, config, dependencies.pictures is not None)
     return FunctionReward(
-        function, config.timeout_s, section.processes, router, section.threads, section.max_in_flight
+        function,
+        config.timeout_s,
+        section.processes,
+        router,
+        section.threads,
+        section.max_in_flight,
+        dependencies.pictures,
     )
 
 
-def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:
-    """The function of a reward. Raises ConfigError: it cannot be loaded or called as configured."""
+def load_checked(name: str, config: NamedRewardConfig, has_pictures: bool) -> RewardFunction:
+    """The function of a reward, in a run whose prompts may have pictures or not. Raises ConfigError: it
+    cannot be loaded or called as configured."""
     assert config.function is not None
-    function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
+    function = load_function(config.function, config.kwargs, config.style, config.tokenizer, has_pictures)
     if config.per == "group" and function.how.style not in (Style.TRL, Style.VERL_BATCH):
         raise ConfigError(
             f"reward {name}: per: group needs a function in TRL's style or of verl's batch manager, which "
@@ -139,8 +157,8 @@ class RewardKind:
     """The functions of a kind of reward. Each may raise ConfigError: the reward is configured wrongly."""
 
     make: Callable[[str, NamedRewardConfig, RewardDependencies], Reward]
-    check: Callable[[str, NamedRewardConfig], object] = lambda *_: None
-    """Finds what is wrong with it without a run."""
+    check: Callable[[str, NamedRewardConfig, bool], object] = lambda *_: None
+    """Finds what is wrong with it without a run; the last argument says whether prompts may have pictures."""
     reading: Callable[[str, NamedRewardConfig, RewardSample, ServersConfig], str] | None = None
     """The text of its servers' request about a sample, for `check`. Raises AttemptError: there is none."""
 
@@ -155,14 +173,14 @@ def kind_of(name: str) -> RewardKind:
     # Imported here: a worker that has only functions would start later for clients and templates.
     from tidemill.services.reward.remote.judge import JudgeReward, check_judge, judge_reading
     from tidemill.services.reward.remote.reward_model import ModelReward, model_reading
-    from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, teacher_reading
+    from tidemill.services.reward.remote.teacher import TeacherReward, check_teacher, teacher_reading
     from tidemill.services.reward.rewards.sandbox import SandboxReward
 
     return {
         "judge": RewardKind(JudgeReward, check_judge, judge_reading),
         "model": RewardKind(ModelReward, reading=model_reading),
         "sandbox": RewardKind(SandboxReward),
-        "teacher": RewardKind(TeacherReward, TeacherPrompt, teacher_reading),
+        "teacher": RewardKind(TeacherReward, check_teacher, teacher_reading),
     }[name]
 
 
@@ -182,8 +200,11 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
     return kind_of(config.kind).make(name, config, dependencies)
 
 
-def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> None:
-    """Find what is wrong with a reward without a run; `tidemill check` calls it for each.
+def check_reward(
+    name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig], has_pictures: bool = False
+) -> None:
+    """Find what is wrong with a reward without a run; `tidemill check` calls it for each. `has_pictures` says
+    whether prompts may have pictures.
 
     Raises:
         ConfigError: it cannot be loaded or called as configured, or its servers cannot start here.
@@ -193,4 +214,4 @@ def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, Ser
 
         check_key(config.servers, servers[config.servers].api_key_env)
         check_local(name, config, servers[config.servers])
-    kind_of(config.kind).check(name, config)
+    kind_of(config.kind).check(name, config, has_pictures)

@@ -16,6 +16,7 @@ that this project's jobs do not have are not read.
 import contextlib
 import ctypes
 import gc
+import inspect
 import json
 import os
 import secrets
@@ -67,6 +68,8 @@ LEAST_BEAT_S = 1.0
 """Between two heartbeats of the worker that are a call of their own: RQ sends three for each job."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
+"""RQ waits for a job for up to 15 s less than this, and may send no beat before. The worker's entry in Redis,
+which stays for `BEAT_S` + 60 s after a job, must outlive that wait."""
 PAUSE_S = 1.0
 NOT_SHORT = "0"
 """Line that says that a start works again. Others have the `errno` of what the machine lacks, and why."""
@@ -80,6 +83,10 @@ FIELDS = frozenset((
 ))
 # fmt: on
 """Fields that are read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
+
+
+PASSES_EXECUTION = "execution" in inspect.signature(Worker.perform_job).parameters
+"""Whether RQ's methods take the execution of a job, as RQ 3's do; RQ 2 keeps it in the worker."""
 
 
 class UnknownJobError(Exception):
@@ -165,6 +172,8 @@ class CodeWorker(Worker):
         """Of the machine, in the job under way."""
         self._beat_at = float("-inf")
         """When the last heartbeat that was a call of its own was sent, on the monotonic clock."""
+        self._execution: tuple[Any, ...] = ()
+        """RQ's record of the job under way, where its methods take it (`PASSES_EXECUTION`)."""
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
@@ -188,6 +197,9 @@ class CodeWorker(Worker):
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Say that this worker is there, unless it has said so in the last `LEAST_BEAT_S`. Beats that go with
         other commands cost nothing, and are sent in any case."""
+        # Nobody waits for these. That a worker hangs or is gone shows in the heartbeat of its job, which
+        # `_wait_for` has RQ send every `BEAT_S`: the reward worker asks again `LOST_S` after the last one
+        # (`services/reward/rewards/sandbox.py`). A job that no worker has taken waits for any of them.
         if pipeline is None and timeout is None:
             now = time.monotonic()
             if now < self._beat_at + LEAST_BEAT_S:
@@ -205,8 +217,9 @@ class CodeWorker(Worker):
         to Redis, and copies the memory that all of this takes."""
         self._faults.clear()
         try:
-            self.prepare_execution(job)
-            self.perform_job(job, queue)
+            execution = self.prepare_execution(job)
+            self._execution = (execution,) if PASSES_EXECUTION else ()
+            self.perform_job(job, queue, *self._execution)
             self.set_state(WorkerStatus.IDLE)
         finally:
             self._reap_orphans()
@@ -308,19 +321,13 @@ class CodeWorker(Worker):
 
     def _wait_for(self, child: int, job: Job) -> int:
         """The exit status of a job's process; heartbeats say that it is at work."""
-        started = time.monotonic()
-        working_s = 0.0
         with os.fdopen(os.pidfd_open(child)) as process:  # which becomes readable as the process ends
             ended = select.poll()
             ended.register(process, select.POLLIN)
             while not ended.poll(1000 * BEAT_S):
-                working_s = time.monotonic() - started
-                self.set_current_job_working_time(working_s)
-                self.maintain_heartbeats(job)
+                self.maintain_heartbeats(job, *self._execution)
         _, status = os.waitpid(child, 0)
         self._horse_pid = 0
-        if working_s:
-            self.set_current_job_working_time(0)
         return status
 
     def _wait_out_shortage(self, fault: MachineFaultError) -> None:

@@ -99,10 +99,15 @@ class ContainerCommand:
         """The folder of the engine's data, on whose disk containers write; the engine's machine has it.
 
         Raises:
-            EngineAwayError: the engine does not answer.
+            EngineAwayError: the engine does not answer, or does not say it.
         """
         field = "{{.DockerRootDir}}" if self.program == "docker" else "{{.Store.GraphRoot}}"
-        return Path((await self._run("info", "--format", field)).strip())
+        folder = (await self._run("info", "--format", field)).strip()
+        if not folder.startswith("/"):
+            raise EngineAwayError(
+                f"{self.program} info: expected the folder of its data, got {folder!r:.200}"
+            )
+        return Path(folder)
 
     async def _run(self, *arguments: str, timeout_s: float = TIMEOUT_S, is_fine: Any = None) -> str:
         """Run the command; returns what it wrote. `is_fine` reads the errors of one that failed."""

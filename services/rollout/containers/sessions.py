@@ -119,9 +119,10 @@ class SessionContainers:
             raise EnvironmentFaultError(
                 f"the session's result is not believed: {error}", "container"
             ) from error
-        if self._disk.full_at >= self._begun_at[name]:
+        lack = self._disk.find_lack_since(self._begun_at[name])
+        if lack:
             raise EnvironmentFaultError(
-                f"the session's result is not believed: the disk of the containers was full ({self._disk})",
+                f"the session's result is not believed: the disk of the containers was full ({lack})",
                 "container",
             )
         for container in containers:
@@ -150,9 +151,10 @@ class SessionContainers:
                     await self.list_containers()
         if self._away is not None:
             return MachineFaultError(f"a session cannot start: {self._away}", errno.EAGAIN)
-        if await self._disk.is_full():
+        lack = await self._disk.find_lack()
+        if lack:
             return MachineFaultError(
-                f"a session cannot start: the disk of the containers is full ({self._disk})", errno.EAGAIN
+                f"a session cannot start: the disk of the containers is full ({lack})", errno.EAGAIN
             )
         num_by_session = Counter(str(container.session) for container in self._listed)
         # A session that has just begun will have one.

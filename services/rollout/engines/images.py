@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import BrokenImageError
 from tidemill.common.images.processor import PictureProcessor, load_processor
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.services.rollout.engines.engine import GenerationRequest, Picture
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class PromptImages:
             tensors = self.processor.pixels([picture.png])
             num_tokens = self.processor.num_tokens([picture.png])
         except (ValueError, OSError) as error:
+            if is_machine_fault(error):
+                raise
             raise BrokenImageError(f"the image processor refuses a picture: {error}") from error
         pixels = Pixels((digest,), tensors, tuple(num_tokens))
         with self._lock:

@@ -109,8 +109,8 @@ class Environment:
         """In place of `reset`: continue the session from the state in `mark`."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """Execute a tool call of the model."""
-        raise NotImplementedError
+        """Execute a tool call of the model. An environment whose `Kind.tools` are empty gets none."""
+        raise NotImplementedError(f"{type(self).__name__} has tools, and no method `call`")
 
     async def step(self, text: str) -> Act:
         """Answer what the model said; an environment that does not answer text ends the session."""

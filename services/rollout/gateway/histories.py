@@ -116,6 +116,10 @@ class RecordedHistory:
             last_answer=None,
         )
 
+    def begins_with(self, asked: Sequence[Identity]) -> bool:
+        """Whether it has begun with this question, which has messages."""
+        return bool(asked) and _begins(self.identities, asked)
+
     def has_lost_end(self, asked: Sequence[Identity]) -> bool:
         """Whether the client asks with a beginning of the last answer in its place: text without its end, or
         the text without its calls."""

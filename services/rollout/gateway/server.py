@@ -31,7 +31,7 @@ from tidemill.common.process.http_server import ServerInService, listen, server_
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
 from tidemill.services.rollout.gateway.dialogue import Body, RequestError, has_usage, ignored_in, wishes_in
-from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.gateway.session import GatewaySession, run_on_thread
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
 log = structlog.get_logger(__name__)
@@ -194,7 +194,7 @@ class Gateway:
         claimed_end = (asking_end[0], port)
         # All sessions run as one user and know each other's ports. That the process holds the connection of
         # this request too shows that it is the one that asks: it has not just given the pid of another one.
-        held = await asyncio.to_thread(_ends_held_by, pid, self._port)
+        held = await run_on_thread(_ends_held_by, pid, self._port)
         if not {asking_end, claimed_end} <= held:
             log.warning("an agent claimed a connection that its process does not hold", pid=pid, port=port)
             raise RequestError(

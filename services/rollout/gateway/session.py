@@ -15,9 +15,9 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
@@ -52,6 +52,8 @@ from tidemill.services.rollout.sessions.recorder import choices_of, images_in
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
+
+T = TypeVar("T")
 
 BAD_REQUEST = 400
 NOT_FOUND = 404
@@ -90,6 +92,9 @@ class Exchange:
     """Whether the client has gone on with the answer: it has the answer in a history."""
     is_cut: bool = False
     """Whether the client has gone on with a beginning of the answer."""
+    begun_again: "list[Exchange]" = field(default_factory=list)
+    """Exchanges by which the client has asked an earlier question of the history again, while calls of this
+    answer were open."""
 
     @property
     def answer(self) -> Answer | None:
@@ -113,6 +118,11 @@ class Exchange:
         return not self.is_read and (is_other_read or delivered[-1:] != [self])
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether the client has begun again in place of answering the calls: it may never have had them."""
+        return any(exchange.num_delivered for exchange in self.begun_again)
+
+    @property
     def unread(self) -> Unread | None:
         """Why no program has read the answer; None where one has, as far as the gateway knows."""
         if self.is_read or self.answer is None:
@@ -121,7 +131,7 @@ class Exchange:
             return "not_delivered"
         if self.is_cut:
             return "cut"
-        return "asked_again" if self.is_replaced else None
+        return "asked_again" if self.is_replaced or self.is_given_up else None
 
 
 class GatewaySession:
@@ -379,6 +389,15 @@ class GatewaySession:
                     exchange = self._by_answer[last.id]
                     exchange.is_cut = exchange.is_streamed
 
+    def _note_begun_again(self, question: Question, exchanges: list[Exchange]) -> None:
+        """Note which answers the client has given up by going back to the question, of which these are the
+        new exchanges: answers whose calls are open. One without calls was the end of what an agent was asked,
+        and agents are asked the same twice."""
+        for history in self.histories.all:
+            last = history.last_answer
+            if last is not None and last.calls and history.begins_with(question.identities):
+                self._by_answer[last.id].begun_again = exchanges
+
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
         # First: a question that waits for the lock finds it closed, and starts no turn that would run on.
@@ -501,13 +520,7 @@ class GatewaySession:
         """The history that the question continues; a long question is tokenized on a thread."""
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
-        try:
-            return await asyncio.to_thread(self.histories.find, question)
-        except RuntimeError as error:
-            if not is_machine_fault(error):
-                raise
-            # No thread can be started: the session must not fail for that.
-            return self.histories.find(question)
+        return await run_on_thread(self.histories.find, question)
 
     async def _start(self, question: Question) -> Exchange:
         limits = self._limits
@@ -568,8 +581,11 @@ class GatewaySession:
     def _begin_exchange(self, history: RecordedHistory, question: Question) -> Exchange:
         request_key = question.request_key
         repeats = self._repeats.get(request_key, [])
-        if self._is_sampling or any(exchange.is_read for exchange in repeats):
+        if self._is_sampling:
             repeats = []
+        elif any(exchange.is_read for exchange in repeats):
+            repeats = []
+            self._note_begun_again(question, repeats)
         exchange = Exchange(history, repeats)
         repeats.append(exchange)
         self._repeats[request_key] = repeats
@@ -658,6 +674,17 @@ class GatewaySession:
         answer = _answer_of(question, generation, parsed, self._decode, len(ids))
         history.hold(question, answer)
         return answer
+
+
+async def run_on_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like `asyncio.to_thread`. Where the machine can start no thread, the event loop waits for the call: the
+    session must not fail for that."""
+    try:
+        return await asyncio.to_thread(function, *args)
+    except RuntimeError as error:
+        if not is_machine_fault(error):
+            raise
+        return function(*args)
 
 
 def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:

@@ -162,6 +162,7 @@ class Player:
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         """One attempt, after `num_faults` that have failed."""
+        # Abstract. No ABC: a player that cannot fail, as SingleTurn, overrides `play` and has no attempts.
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -120,7 +120,7 @@ class RowPictures:
         return expanded, tuple(images)
 
     def report(self, broken: Sequence[Broken], num_left: int) -> None:
-        """Log the rows that are left out.
+        """Log the rows that are left out, and note their failures for a restart.
 
         Raises:
             ConfigError: `images.broken` is `error`, or no row is left.
@@ -137,3 +137,4 @@ class RowPictures:
             raise ConfigError(f"{origin}: {reason}. No row is left: {len(broken):,} are left out like this.")
         first = [f"{origin}: {reason}" for origin, reason in broken[:NUM_LOGGED]]
         log.warning("rows are left out for their pictures", num_rows=len(broken), first=first)
+        self._door.keep_failures()

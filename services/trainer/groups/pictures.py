@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import BrokenImageError
+from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image, images_of
 from tidemill.common.wire.messages import Trajectory
@@ -36,7 +36,12 @@ class PictureCheck:
 
     def fault_of(self, sample: Trajectory) -> str:
         """What is wrong with the sample's pictures or with tokens that stand for some; empty where nothing
-        is. Raises StoreError: the store of pictures is away."""
+        is.
+
+        Raises:
+            StoreError: as `ImageStore.read`. Its text begins with `PICTURES_FAULT`, as it becomes the
+                sample's fault where only this picture cannot be read.
+        """
         for number, segment in enumerate(sample.segments):
             fault = self._fault_of_tokens(segment, images_of(sample.images, number))
             if fault:
@@ -46,6 +51,8 @@ class PictureCheck:
                 self._check_image(image)
         except (BrokenImageError, ValueError) as error:
             return f"{PICTURES_FAULT}{error}"
+        except StoreError as error:
+            raise type(error)(f"{PICTURES_FAULT}{error}") from error
         return ""
 
     def _fault_of_tokens(self, segment: Segment, images: Sequence[Image]) -> str:

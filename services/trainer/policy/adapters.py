@@ -50,15 +50,15 @@ class Adapters(PolicyOption):
 
     freezes_model = True
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         lora = settings.trainer.lora
         assert lora is not None, "the config asks for them"
         self._config: LoraConfig = lora
         self._settings = settings
-        self._model = model
 
     def change_model(self, model: PreTrainedModel) -> None:
         """Put the adapters into the model. Raises ConfigError: its layers take none."""
+        self._model = model
         config = self._config
         targets = find_targets(model, config)
         base_digest = self._settings.base_digest or digest_parameters(model_tensors(model).items())

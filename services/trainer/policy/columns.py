@@ -48,9 +48,10 @@ class Columns:
         self.own_n = self._order_N.split(self._counts)[context.rank]
 
     def cut(self, rows_RT: Tensor, filler: int = 0) -> Tensor:
-        """This rank's columns of [R, T], padded with `filler`. Shape [R, W]."""
+        """This rank's columns of [R, T], padded with `filler`. Shape [R, W]; more dimensions may come
+        first."""
         padding = self._width * self._context.size - self._num_columns
-        return F.pad(rows_RT, [0, padding], value=filler)[:, self.own_columns]
+        return F.pad(rows_RT, [0, padding], value=filler)[..., self.own_columns]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # widths differ from tile to tile
     def to_heads(self, states: Tensor) -> Tensor:
@@ -100,6 +101,7 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
         sources_N=tile.sources_N[columns.own_n] - columns.own_columns.start,
         targets_N=tile.targets_N[columns.own_n],
         model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
+        computed=tile.computed and tile.computed.cut(columns),
         columns=columns,
         kept=tile.kept and tile.kept.take(columns.own_n.numpy()),
         routes=routes,

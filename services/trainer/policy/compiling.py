@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from tidemill.services.trainer.policy.layers import body_of, layers_of
+from tidemill.services.trainer.policy.layers import body_of, layers_of, tower_of
 from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption
 from tidemill.services.trainer.policy.precision import round_alike
 
@@ -27,7 +27,7 @@ Backend = str | Callable[..., Any]
 class Compiler(PolicyOption):
     """`trainer.compile`."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         self._settings = settings
 
     def change_model(self, model: PreTrainedModel) -> None:
@@ -40,8 +40,8 @@ def compile_model(
     backend: Backend = "inductor",
     device: torch.device | None = None,
 ) -> bool:
-    """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
-    stays as it is.
+    """Compile the model's layers that read text, for any shape, or its body where it names none; the head
+    works by chunks and stays as it is, and so does a tower, whose layers loop over pictures.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
     for instance, the model stays as it was, a warning says why, and the result is False. For a model whose
@@ -49,7 +49,8 @@ def compile_model(
     """
     device = device or model.device
     # All layers have the same code, so that it is compiled once; and ranks shard them one by one.
-    parts = layers_of(model) or [body_of(model)]
+    of_tower = {layer for section in tower_of(model) for layer in section.modules()}
+    parts = [layer for layer in layers_of(model) if layer not in of_tower] or [body_of(model)]
     is_cast = dtype not in (torch.float32, torch.float64)
     if is_cast:
         round_alike(model)

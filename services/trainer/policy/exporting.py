@@ -9,7 +9,7 @@ What is trained and not exported (value head, adapters before they are merged) h
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tidemill.common.files import StorageError
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
 from tidemill.common.wire.messages import WeightFile
@@ -24,6 +25,7 @@ from tidemill.services.trainer.policy.options import PolicyOption
 from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
+from tidemill.services.trainer.weights.peers import write_together
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
 from tidemill.services.trainer.weights.store import WeightState, model_tensors, whole_tensor
@@ -84,9 +86,20 @@ class ExportsWeights(SavesState):
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        content = f"the files beside version {version}"
+        try:
+            # A call of all ranks: one that raised alone would from then on be a call behind the others.
+            write_together(self.peers, "policy", content, folder, partial(self._save_beside, folder))
+        except StorageError as error:
+            # Not raised: on ranks other than 0 nobody waits for the disk and calls again.
+            refused: Future[tuple[WeightFile, ...]] = Future()
+            refused.set_exception(error)
+            return refused
+        return self._writer.begin(self._sources, folder, version, parent)
+
+    def _save_beside(self, folder: Path) -> None:
         for option in self.options:
             option.save_beside(folder, writes=self.peers.rank == 0)
-        return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
         self._writer.wait()

@@ -27,8 +27,11 @@ from transformers import PreTrainedModel
 from tidemill.common.errors import ConfigError, StoreError
 from tidemill.common.images.processor import load_processor
 from tidemill.common.images.store import ImageStore
+from tidemill.common.store.claims import Refusals
 from tidemill.common.wire.images import Image
+from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.groups.trie import Indices
+from tidemill.services.trainer.policy.columns import Columns
 from tidemill.services.trainer.policy.layers import body_of, tower_of
 from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption
 from tidemill.services.trainer.policy.state import PolicyState
@@ -57,9 +60,9 @@ class TilePictures:
 
     pixels: Pixels
     """Of its different pictures, end to end."""
-    feature_F: Tensor
-    """For each token that stands for a part of a picture, by its position in the flattened [B * T], the
-    number of its feature among those of all pictures, end to end."""
+    feature_T: Tensor
+    """For each position of the flattened [B * T], the number of its token's feature among those of all
+    pictures, end to end; -1 where it stands for none."""
 
     def of_model(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
         body: Any = body_of(model)
@@ -67,13 +70,17 @@ class TilePictures:
         for name, values in self.pixels.items():
             named[name] = values.to(device, model.dtype) if values.is_floating_point() else values.to(device)
         output = body.get_image_features(**named, return_dict=True)
-        feature_F = self.feature_F.to(device)
+        feature_F = self.feature_T[self.feature_T >= 0].to(device)
         output.pooler_output = _gathered(output.pooler_output, feature_F)
         # Features for the first layers of the language model, of towers that make some.
         layers: Any = getattr(output, "deepstack_features", None)
         if layers is not None:
             output.deepstack_features = [_gathered(of_layer, feature_F) for of_layer in layers]
         return {FEATURES: {"image": output}}
+
+    def cut(self, columns: Columns) -> "TilePictures":
+        # Each rank has the features of all pictures, and gradients of those in its own columns.
+        return TilePictures(self.pixels, columns.cut(self.feature_T[None], filler=-1)[0])
 
 
 def _gathered(of_pictures: Sequence[Tensor], feature_F: Tensor) -> tuple[Tensor]:
@@ -83,21 +90,26 @@ def _gathered(of_pictures: Sequence[Tensor], feature_F: Tensor) -> tuple[Tensor]
 class Images(PolicyOption):
     """The pictures of one run's samples."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         pictures = settings.pictures
         assert pictures is not None, "the config asks for them"
-        self._model = model
         self._trains_tower = settings.trainer.train_tower
         self._processor = load_processor(pictures.model_path, pictures.images)
         self._banned_ids = torch.tensor(self._processor.banned_ids)
         self._store = ImageStore(pictures.run_dir, pictures.store_url)
         self._cached: OrderedDict[str, Pixels] = OrderedDict()
         self._cached_bytes = 0
+        self._files: dict[str, bytes] = {}
+        """Pictures of the passes that ranks have met for, by digest."""
+        # A layer is gathered from all ranks, so all have to call it: also those whose tile has no picture.
+        is_shared = settings.trainer.num_ranks > 1
+        self._unused = self._processor.blank() if is_shared else None
         self.processor = f"{self._processor.name} {self._processor.digest}"
 
     def change_model(self, model: PreTrainedModel) -> None:
         """Freeze what turns pictures into features, unless it is trained. Raises ConfigError: this release of
         transformers does not take features."""
+        self._model = model
         body: Any = body_of(model)
         if FEATURES not in inspect.signature(body.forward).parameters:
             raise ConfigError(
@@ -107,16 +119,23 @@ class Images(PolicyOption):
         if not self._trains_tower:
             for module in tower_of(model):
                 module.requires_grad_(False)
-        # A pass would take those that an earlier one left here for its own.
-        if self._processor.family.has_grid_positions:
-            body.rope_deltas = None
+
+    def fetch(self, plan: Sequence[Tile]) -> None:
+        pictures = {image.digest: image for tile in plan for row in tile.rows for image in row.images}
+        self._files = {
+            digest: self._read(image) for digest, image in pictures.items() if digest not in self._cached
+        }
 
     def complete_tile(self, tile: Tile) -> Tile:
         # Of text, too: engines leave these ids out of every distribution that they sample from.
         tile = replace(tile, banned_ids=self._banned_ids)
         pictures = {image.digest: image for row in tile.rows for image in row.images}
         if not pictures:
-            return tile
+            if self._unused is None:
+                return tile
+            # Features that no token stands for: no number changes, and gradients of 0 reach the tower.
+            no_feature_T = torch.full((tile.ids_BT.numel(),), -1)
+            return replace(tile, computed=TilePictures(self._unused, no_feature_T))
         pixels = [self._pixels_of(image) for image in pictures.values()]
         starts: dict[str, int] = {}
         num_features = 0
@@ -136,11 +155,23 @@ class Images(PolicyOption):
         joined: Pixels = {}
         for name in pixels[0]:
             joined[name] = torch.cat([of_picture[name] for of_picture in pixels])
-        computed = TilePictures(joined, torch.from_numpy(feature_of[feature_of >= 0]))
+        computed = TilePictures(joined, torch.from_numpy(feature_of))
         kwargs = tile.model_kwargs
         if self._processor.family.has_grid_positions:
             kwargs = kwargs | {"position_ids": self._positions(tile)}
         return replace(tile, model_kwargs=kwargs, computed=computed)
+
+    def sums_of(self, tile: Tile) -> TileSums:
+        """Work of the tower, for `usage`."""
+        counts = {image.digest: image.num_tokens for row in tile.rows for image in row.images}
+        numbers = {
+            "picture_tokens": sum(counts.values()),
+            "picture_pairs": sum(count**2 for count in counts.values()),
+        }
+        device = tile.logprobs_N.device
+        return {
+            name: torch.tensor(number, dtype=torch.float64, device=device) for name, number in numbers.items()
+        }
 
     def _positions(self, tile: Tile) -> Tensor:
         """Positions of each token in its text, and its three of a grid. Shape [4, B, T]: with fewer rows some
@@ -172,11 +203,16 @@ class Images(PolicyOption):
         return grid_positions
 
     def _pixels_of(self, image: Image) -> Pixels:
-        """What the processor makes of a picture, on the host. Raises BrokenImageError: it has gone from
-        the store since its sample arrived."""
+        """What the processor makes of a picture, on the host.
+
+        Raises:
+            BrokenImageError: it has gone from the store since its sample arrived.
+            ConfigError: the store refuses the keys of this process.
+        """
         pixels = self._cached.pop(image.digest, None)
         if pixels is None:
-            pixels = self._processor.pixels([self._read(image)])
+            png = self._files.get(image.digest) or self._read(image)
+            pixels = self._processor.pixels([png])
             self._cached_bytes += _num_bytes(pixels)
         self._cached[image.digest] = pixels
         while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
@@ -185,12 +221,15 @@ class Images(PolicyOption):
         return pixels
 
     def _read(self, image: Image) -> bytes:
-        """The stored bytes; waits while the store is away."""
+        """The stored bytes; waits while the store is away. Raises ConfigError: the store refuses the keys of
+        this process."""
         pause_s = FIRST_PAUSE_S
+        refusals = Refusals()
         while True:
             try:
                 return self._store.read(image)
             except StoreError as error:
+                refusals.note(error)
                 log.warning("waiting for the store of images", error=str(error))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

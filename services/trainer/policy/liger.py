@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 class LigerKernels(PolicyOption):
     """`trainer.liger`."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         self._settings = settings
 
     def change_model(self, model: PreTrainedModel) -> None:

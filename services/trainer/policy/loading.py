@@ -9,6 +9,7 @@ import structlog
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.weights.peers import pack
 
 log = structlog.get_logger(__name__)
 
@@ -29,13 +30,13 @@ def open_policy(config: RunConfig, folder: Path | None = None, run_dir: Path | N
         config = with_fitting_passes(config, folder)
     is_one_of_several = int(os.environ.get("WORLD_SIZE", "0")) > 1
     if config.trainer.num_ranks > 1 or is_one_of_several:
-        return _open_sharded_policy(config)
+        return _open_sharded_policy(config, run_dir or folder)
     from tidemill.services.trainer.policy.transformers_policy import load_policy
 
     return load_policy(config, run_dir or folder)
 
 
-def _open_sharded_policy(config: RunConfig) -> Policy:
+def _open_sharded_policy(config: RunConfig, run_dir: Path | None) -> Policy:
     """Raises ConfigError: torchrun started another number of ranks than the config has."""
     from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
     from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
@@ -45,8 +46,8 @@ def _open_sharded_policy(config: RunConfig) -> Policy:
     # The other ranks have been started: they import this while this one does.
     from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 
-    ranks.broadcast(config.model_dump_json().encode())
-    return ShardedPolicy(load_rank_policy(config, ranks), ranks)
+    ranks.broadcast(pack((config.model_dump_json(), run_dir)))
+    return ShardedPolicy(load_rank_policy(config, ranks, run_dir), ranks)
 
 
 def closer_of(policy: Policy) -> Callable[[], None] | None:

@@ -1,14 +1,17 @@
 """What a policy may have beside its model: options, each a file that is imported where a run's config asks.
 
 The core of the policy imports none of these files, which an import contract checks. It calls hooks of
-`policy.options`, in the order of `OPTIONS`; an option overrides those that it needs:
+`policy.options`, in the order of `OPTIONS`, and reads attributes, which stand here after a `;`. An option
+overrides those that it needs:
 
-    as the policy is made      change_model, join, beside_model, modules
-    a tile and its pass        complete_tile, around_trial, around_pass, pass_scores, columns_of, sums_of
-    columns of samples         columns, precompute
+    as the policy is made      change_model, join, beside_model, modules; optimizer
+    a tile and its pass        fetch, complete_tile, around_trial, around_pass, pass_scores, columns_of,
+                               sums_of; reads_hidden
+    columns of samples         precompute; columns
     an update, a step          begin_update, end_step
-    a checkpoint               freezes_model, state, check_state
+    a checkpoint               state, check_state; freezes_model
     what is published          base_of, published, save_beside, marks
+    what the trainer asks      ; routing, processor
 
 Where several ranks train, each of them has the same options and calls the same hooks in the same order, so
 that a hook may make calls of all ranks.
@@ -85,7 +88,6 @@ class BesideModel(NamedTuple):
 class PolicyCore(Protocol):
     """What an option sees of its policy."""
 
-    options: "Sequence[PolicyOption]"
     device: torch.device
 
     @property
@@ -116,14 +118,15 @@ class PolicyOption:
     reads_hidden = False
     """Whether `columns_of` needs `hidden_NH` of a tile."""
     columns: tuple[str, ...] = ()
-    """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step."""
+    """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step. Each
+    is a row of `COLUMNS` (`groups/columns.py`)."""
     optimizer: type[AdamW] | None = None
     """The kind of AdamW that trains, in place of torch's own."""
     freezes_model = False
     """Whether a checkpoint and the digest of commits have what is trained in place of the whole model."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
-        """Called by `load_options`; the model is there, and nothing is changed yet."""
+    def __init__(self, settings: OptionSettings) -> None:
+        """Called by `load_options`, before any hook."""
 
     # As the policy is made: `change_model` of all options, then `join` of all, then the policy's own scorer.
 
@@ -145,10 +148,15 @@ class PolicyOption:
 
     # A tile, and its pass through the model.
 
+    def fetch(self, plan: Sequence[Tile]) -> None:
+        """Read what the passes of these tiles need from elsewhere. Called where several ranks train, before
+        they meet for the first of these passes: within them no rank may be late."""
+
     def complete_tile(self, tile: Tile) -> Tile:
-        """The tile with more inputs of the model (`model_kwargs`). Called by the policy for each tile with
-        rows of samples, when its tensors have been made and before any model or rank gets it: the reference
-        and the critic have the same inputs."""
+        """The tile with more inputs of the model (`model_kwargs`). Called by the policy for each tile, when
+        its tensors have been made and before any model or rank gets it: the reference and the critic have the
+        same inputs. Also for tiles without rows, of ranks that have no samples left: they make the same calls
+        of all ranks as the others."""
         return tile
 
     def around_trial(self) -> AbstractContextManager[None]:
@@ -219,7 +227,7 @@ class PolicyOption:
 
     def save_beside(self, folder: Path, writes: bool) -> None:
         """Write files beside a version's weights; of several ranks one `writes`. Called by the policy's
-        `begin_writing`."""
+        `begin_writing`; where a disk refuses, that is called again, on all ranks."""
 
     def marks(self) -> dict[str, Tensor]:
         """Bytes that the digest of commits covers beside what is trained. Called for each digest."""
@@ -280,20 +288,19 @@ def _wants_routers(settings: OptionSettings, model: PreTrainedModel) -> bool:
 
 
 OPTIONS = {
-    # They change the model.
     "images": OptionRow("images:Images", _has_pictures),
     "adapters": OptionRow("adapters:Adapters", _wants_adapters),
     "liger": OptionRow("liger:LigerKernels", _may_want_liger),
+    # After adapters and kernels: it tries, and compiles, the layers that are trained.
     "compiler": OptionRow("compiling:Compiler", _wants_compiler),
-    # They copy it, or read its hidden states.
     "reference": OptionRow("reference:ReferenceModel", _wants_copy_for_reference),
     "value_head": OptionRow("value_head:ValueHead", _wants_value_head),
     "critic": OptionRow("critic:Critic", _wants_critic),
-    # Its hooks on the model are in no copy.
+    # After the reference and the critic: a copy of a model with its hooks would run the policy's routers.
     "routers": OptionRow("routers:Routers", _wants_routers),
     "offload": OptionRow("offload:OffloadedMoments", _wants_moments_on_host),
 }
-"""By name, in the order in which hooks are called."""
+"""By name, in the order in which hooks are called: where it decides, a line says why."""
 
 
 def load_options(settings: OptionSettings, model: PreTrainedModel) -> list[PolicyOption]:
@@ -303,5 +310,5 @@ def load_options(settings: OptionSettings, model: PreTrainedModel) -> list[Polic
         if row.is_wanted(settings, model):
             file, _, name = row.implementation.partition(":")
             kind = getattr(importlib.import_module(f"{__package__}.{file}"), name)
-            options.append(kind(settings, model))
+            options.append(kind(settings))
     return options

@@ -26,7 +26,7 @@ PREFIX = "reference."
 class ReferenceModel(PolicyOption):
     """A copy of the policy's model, which scores samples with routes of its own choice."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         self._config = settings.trainer.algorithm.reference
 
     def join(self, model: PreTrainedModel, policy: PolicyCore) -> None:

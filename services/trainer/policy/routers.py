@@ -65,8 +65,7 @@ ROWS_PER_COMPARED = 64
 class Routers(PolicyOption):
     """Notes what a model's routers return, in passes that compute gradients, and replays routes in passes."""
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
-        self._name = type(model).__name__
+    def __init__(self, settings: OptionSettings) -> None:
         self._measures = settings.trainer.algorithm.router.is_on
         self._wants_replays = settings.replays_routes
         self._seen: list[tuple[nn.Module, Any]] | None = None
@@ -79,6 +78,7 @@ class Routers(PolicyOption):
     def join(self, model: PreTrainedModel, policy: PolicyCore) -> None:
         """Put a hook on each router; the copies of the model have been made, and get none. Raises
         ConfigError: it is a mixture whose routers are not known."""
+        self._name = type(model).__name__
         routers = find_routers(model)
         self._layers = [layer for layer, _ in routers]
         self._replays = self._wants_replays and bool(routers)

@@ -188,6 +188,7 @@ class SavesState:
     _saving: Future[None] | None = None
 
     def state(self) -> PolicyState:
+        # Abstract: each policy says what its state is.
         raise NotImplementedError
 
     def own_state(self) -> PolicyState:

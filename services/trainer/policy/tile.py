@@ -84,6 +84,9 @@ class ComputedInputs(Protocol):
     def of_model(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
         """More arguments for the model, with gradients where its weights are trained."""
 
+    def cut(self, columns: "Columns") -> "ComputedInputs":
+        """Those of this rank's columns."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:

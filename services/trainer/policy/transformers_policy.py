@@ -175,6 +175,7 @@ class TransformersPolicy(ExportsWeights):
         self._parameters = [*of_model]
         self._rates: dict[str, float] = {}
         """Peak learning rates by name, where an option has its own."""
+        # In this order, too: their norm is a sum, which rounds otherwise in another one.
         clipped_together = [*of_model]
         self._clipped = [clipped_together]
         """Parameters whose gradients have one norm, and are clipped by it; first those of the model."""
@@ -265,7 +266,13 @@ class TransformersPolicy(ExportsWeights):
 
     def _lay_out(self, tile: Tile) -> Tile:
         """A planned tile, with its tensors and its options' inputs."""
-        tile = lay_out(tile)
+        return self._complete(lay_out(tile))
+
+    def _nothing(self) -> Tile:
+        """A pass of no sample, for ranks that make one beside others: with their calls of all ranks."""
+        return self._complete(NOTHING)
+
+    def _complete(self, tile: Tile) -> Tile:
         for option in self.options:
             tile = option.complete_tile(tile)
         return tile
@@ -462,7 +469,8 @@ class TransformersPolicy(ExportsWeights):
         keeps_hidden = any(option.reads_hidden for option in options)
         plan = self._plan_scored(parts)
         # As many passes as the other ranks make: in each of them they wait for each other.
-        for tile in chain(map(self._lay_out, plan), repeat(NOTHING, self._num_missing(plan))):
+        num_missing = self._num_missing(plan)
+        for tile in chain(map(self._lay_out, plan), repeat(self._nothing(), num_missing)):
             scores = scorer.score(tile, temperature, keep_hidden=keeps_hidden)
             numbers = {"logprobs": scores.logprobs_N, "entropies": scores.entropies_N}
             for option in options:

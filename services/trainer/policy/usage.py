@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.policy.attention import head_size, value_size
+from tidemill.services.trainer.policy.layers import layers_of, tower_of
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 
 PEAK_FLOPS = {
@@ -42,12 +44,19 @@ class ModelFlops:
     """A scored token: the output head."""
     pair: float = 0.0
     """A token and one that it attends to: 6 * heads * (size of a query + of a value) * layers that attend."""
+    picture_token: float = 0.0
+    """A token of a picture, in tower and projector; 2 for each weight of a matrix that is not trained, for
+    nothing before it is."""
+    picture_pair: float = 0.0
+    """Two tokens of one picture, in layers of the tower where all its patches attend to each other."""
 
     def of(self, sums: Sums) -> float:
         """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
         tokens = min(sums.positions, sums.row_tokens)
         pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
-        return float(self.token * tokens + self.score * sums.tokens + self.pair * pairs)
+        text = self.token * tokens + self.score * sums.tokens + self.pair * pairs
+        pictures = self.picture_token * sums.picture_tokens + self.picture_pair * sums.picture_pairs
+        return float(text + pictures)
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
@@ -64,7 +73,41 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     )
     heads = int(getattr(text, "num_attention_heads", None) or 0)
     pair = 6.0 * heads * (head_size(text) + value_size(text)) * num_attending(text) if heads else 0.0
-    return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair)
+    return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair, *_tower_flops(model))
+
+
+def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
+    """`picture_token` and `picture_pair`; zeros for a model without a tower of patches."""
+    vision: Any = getattr(model.config, "vision_config", None)
+    tower = tower_of(model)
+    if not tower or not hasattr(vision, "patch_size"):
+        return 0.0, 0.0
+    # Qwen's token stands for a square of patches, LLaVA's for one.
+    num_patches = int(getattr(vision, "spatial_merge_size", 1)) ** 2
+    of_text = set(model.get_decoder().modules())
+    blocks = [block for block in layers_of(model) if block not in of_text]
+    of_blocks = {id(module) for block in blocks for module in block.modules()}
+    token = 0.0
+    for section in tower:
+        for module in section.modules():
+            # A row of an embedding is added, and multiplied by nothing.
+            if isinstance(module, nn.Embedding):
+                continue
+            takes_patches = id(module) in of_blocks or isinstance(module, nn.Conv2d | nn.Conv3d)
+            for weight in module.parameters(recurse=False):
+                if weight.ndim >= 2:
+                    flops = (6.0 if weight.requires_grad else 2.0) * weight.numel()
+                    token += flops * (num_patches if takes_patches else 1)
+    is_trained = any(weight.requires_grad for section in tower for weight in section.parameters())
+    # Scores of a patch with another one, and its value: 2 products, backward 4 more.
+    patch_pair = (12.0 if is_trained else 4.0) * int(vision.hidden_size)
+    num_layers = int(getattr(vision, "depth", None) or vision.num_hidden_layers)
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = num_layers if whole is None else len(whole)
+    if num_whole < num_layers:
+        window = (int(vision.window_size) // int(vision.patch_size)) ** 2
+        token += (num_layers - num_whole) * patch_pair * window * num_patches
+    return token, num_whole * patch_pair * num_patches**2
 
 
 WITHOUT_PAIRS = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp")

@@ -22,7 +22,7 @@ class ValueHead(PolicyOption):
     reads_hidden = True
     columns = ("values",)
 
-    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+    def __init__(self, settings: OptionSettings) -> None:
         self._config = settings.trainer.algorithm.value
 
     def join(self, model: PreTrainedModel, policy: PolicyCore) -> None:

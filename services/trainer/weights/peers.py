@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import msgpack
 import numpy as np
+from pydantic import BaseModel
 
 from tidemill.common.files import StorageError, storage_errors
 
@@ -57,7 +58,8 @@ def write_together(
 
 
 def pack(value: Any) -> bytes:
-    """Numbers, text, paths, arrays, dataclasses and named tuples, and lists and maps of them, as msgpack."""
+    """Numbers, text, paths, arrays, dataclasses, models and named tuples, and lists and maps of them, as
+    msgpack."""
     packed: bytes = msgpack.packb(value, default=_encode, strict_types=True)
     return packed
 
@@ -85,6 +87,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Path):
         return {"path": str(value)}
     names = getattr(value, "_fields", ())
+    if isinstance(value, BaseModel):
+        names = type(value).model_fields
     if is_dataclass(value):
         names = [item.name for item in fields(value) if item.init]
     if names:

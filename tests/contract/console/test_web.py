@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,31 @@ from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.servers import free_port
 from tests.support.trajectories import make_config
+from tests.support.vision import file_of, noise
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
     SCRIPT,
     commit_of,
     completion,
     make_ticket,
+    seeing_question,
     session,
     write_folder,
     write_run,
 )
 from tidemill.common.history import StreamName
+from tidemill.common.images.store import ImageStore
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import RUNS, Keys
+from tidemill.common.wire.messages import Ticket
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.web import runs
 from tidemill.services.console.web.curves import MAX_POINTS
+from tidemill.services.console.web.group_pages import MAX_PICTURE_BYTES
 from tidemill.services.console.web.runs import Catalog
 from tidemill.services.console.web.server import CONTENT_POLICY, Access, create_app
 from tidemill.services.console.web.site import csv_file
@@ -177,6 +182,48 @@ async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(sit
     assert (await site.get("/groups/6/0/tokens?segment=2")).status_code == 404
 
 
+async def test_pictures_stand_beside_the_tokens_of_their_prompt(site, broker, keys, tmp_path):
+    store = ImageStore(tmp_path / keys.run_id)
+    pngs = [file_of(noise(56, 40, seed)) for seed in range(4)]
+    ticket = seeing_question(6, store, pngs[0], pngs[1])
+    large = seeing_question(7, store, pngs[2])
+    too_large = large.images[0].model_copy(update={"num_bytes": MAX_PICTURE_BYTES + 1})
+    large = large.model_copy(update={"images": (too_large,)})
+    elsewhere = store.put(pngs[3])
+    await append_numbered(broker, keys.prompts(), [(6, ticket), (7, large)])
+    first, second = ticket.images
+    address = f"/run/{keys.run_id}/groups/6/pictures"
+    words = ("1 · 56 × 40 · tokens 1–2", "2 · 56 × 40 · tokens 4–5", "[picture]\n[picture]\nhow many?")
+    await shows(
+        site, "/groups/6", *words, *(f'src="{address}/{image.digest}.png"' for image in ticket.images)
+    )
+    page = await text(site, "/groups/6")
+    assert "<script>window" not in page and "'type'" not in page.partition("More of the row")[0]
+    for image, png in zip(ticket.images, pngs, strict=False):
+        answer = await site.get(f"/groups/6/pictures/{image.digest}.png")
+        assert answer.status_code == 200 and answer.content == png
+        assert answer.headers["content-type"] == "image/png"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"] == CONTENT_POLICY
+        assert answer.headers["cache-control"] == "no-store"
+    (store.folder / f"{first.digest}.png").unlink()
+    (store.folder / f"{second.digest}.png").write_bytes(pngs[0])
+    for path, reason in {
+        f"/groups/6/pictures/{elsewhere}.png": "Ticket 6 has no such picture",
+        f"/groups/0/pictures/{second.digest}.png": "Ticket 0 has no such picture",
+        "/groups/6/pictures/..%2f..%2fconfig.yaml.png": "This cannot be shown",
+        f"/groups/6/pictures/{first.digest}": "This cannot be shown",
+        f"/groups/6/pictures/{first.digest}.png": "is missing",
+        f"/groups/6/pictures/{second.digest}.png": "does not match its digest",
+        f"/groups/7/pictures/{too_large.digest}.png": "too many for a page",
+    }.items():
+        answer = await site.get(path)
+        assert answer.status_code == 404 and reason in answer.text, (path, answer.text)
+    store.folder.rename(tmp_path / "away")
+    answer = await site.get(f"/groups/6/pictures/{first.digest}.png")
+    assert answer.status_code == 503 and "cannot be read now" in answer.text
+
+
 async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncClient) -> None:
     for query, tickets in {
         "": [5, 4, 3, 2, 1, 0],
@@ -304,14 +351,20 @@ async def test_every_run_has_its_state_and_numbers_in_the_list(site, broker, key
 
 
 async def leave_a_run(
-    tmp_path: Path, *, archived: bool = False, state: dict[str, Any] | None = None
+    tmp_path: Path,
+    *,
+    archived: bool = False,
+    state: dict[str, Any] | None = None,
+    more: Sequence[Ticket] = (),
 ) -> EmbeddedRedis:
-    """A run whose own Redis was stopped; `state` is what its state says beside `running`."""
+    """A run whose own Redis was stopped; `state` is what its state says beside `running`, `more` are further
+    tickets."""
     config = write_folder(tmp_path, ENDED)
     redis = EmbeddedRedis(tmp_path / "ended" / "redis")
     redis.start()
     broker = await Broker.connect(redis.url)
     await write_run(broker, ENDED, config)
+    await append_numbered(broker, ENDED.prompts(), [(ticket.ticket, ticket) for ticket in more])
     await update_state(broker, ENDED, **(state or {"status": "running"}))
     for stream in StreamName if archived else ():
         await archive(broker, ENDED, tmp_path / "ended", stream)
@@ -356,6 +409,17 @@ async def test_a_run_of_which_only_the_archive_is_left_is_all_there(ended, tmp_p
     await shows(ended, "/groups/1", "dead letter")
     await shows(ended, "/eval-groups/0", "an answer of the evaluation")
     await shows(ended, "/steps/1", "2 groups, in the order")
+
+
+async def test_the_archive_alone_shows_pictures(ended, tmp_path):
+    png = file_of(noise(30, 20))
+    (tmp_path / "ended").mkdir()
+    ticket = seeing_question(6, ImageStore(tmp_path / "ended"), png)
+    await leave_a_run(tmp_path, archived=True, more=[ticket])
+    shutil.rmtree(tmp_path / "ended" / "redis")
+    address = f"/groups/6/pictures/{ticket.images[0].digest}.png"
+    await shows(ended, "/groups/6", f'src="/run/ended{address}"', "tokens 1–2")
+    assert (await ended.get(address)).content == png
 
 
 WARNING = {"text": "entropy is low", "advice": "Raise it.", "since_step": 0, "until_step": 1, "worst": 0.01}

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 
 from tests.support.containers import Containers, containers_in
@@ -347,11 +348,25 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
         assert not containers.ids and not sessions.live and not sessions._started
 
 
+@pytest.mark.parametrize(
+    ("field", "room", "lack"),
+    [
+        ("f_bavail", 4096, r"less than 16 MiB are free in /"),
+        ("f_favail", 1000, r"fewer than 1000 files can be made in /"),
+    ],
+)
 async def test_a_reward_of_nothing_is_not_believed_where_the_disk_of_the_containers_was_full(
-    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+    field: str,
+    room: int,
+    lack: str,
+    broker: Broker,
+    keys: Keys,
+    make: Make,
+    containers: Containers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = SimpleNamespace(f_bavail=1 << 20, f_frsize=4096)
-    monkeypatch.setattr(disk_module.os, "statvfs", lambda _: room)
+    disk = SimpleNamespace(f_bavail=1 << 20, f_frsize=4096, f_files=1 << 20, f_favail=1 << 20)
+    monkeypatch.setattr(disk_module.os, "statvfs", lambda _: disk)
     monkeypatch.setattr(disk_module, "LOOK_S", 0.01)
     monkeypatch.setattr("tidemill.services.rollout.containers.sessions.LISTING_AGE_S", 0.0)
     await issue(broker, keys)
@@ -360,19 +375,69 @@ async def test_a_reward_of_nothing_is_not_believed_where_the_disk_of_the_contain
         name = name_of(worker, await worker.fetch())
         before = await sessions.begin(name)
         await sessions.check(before, 0.0)
-        room.f_bavail = 4095
-        await wait_until(lambda: sessions._disk.full_at > 0)
-        with pytest.raises(MachineFaultError, match=r"is full \(less than 16 MiB are free in "):
+        setattr(disk, field, room - 1)
+        # Seen by the watch alone.
+        await wait_until(lambda: sessions._disk._full_at > 0)
+        with pytest.raises(MachineFaultError, match=rf"is full \({lack}"):
             await sessions.begin(name)
-        room.f_bavail = 4096
+        setattr(disk, field, room)
         after = await sessions.begin(name)
         await sessions.check(after, 0.0)
         await sessions.check(before, 1.0)
         with pytest.raises(EnvironmentFaultError, match="the disk of the containers was full"):
             await sessions.check(before, 0.0)
+        # Also where it is full since the last look of the watch.
+        monkeypatch.setattr(disk_module, "LOOK_S", 60.0)
+        await asyncio.sleep(0.05)
+        setattr(disk, field, room - 1)
+        with pytest.raises(EnvironmentFaultError, match="the disk of the containers was full"):
+            await sessions.check(after, 0.0)
         for each in (before, after):
             await sessions.end(each)
         await sessions.close()
+
+
+async def test_an_engine_that_does_not_say_where_its_data_are_is_asked_now_and_then(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        sessions = worker.player.containers
+        name = name_of(worker, await worker.fetch())
+        num_asked = 0
+
+        async def read_data_folder() -> Path:
+            nonlocal num_asked
+            num_asked += 1
+            await asyncio.sleep(0.01)
+            if num_asked == 1:
+                raise EngineAwayError("docker info ended with exit code 1: Forbidden")
+            return Path("/not/on/this/machine")
+
+        monkeypatch.setattr(sessions.command, "read_data_folder", read_data_folder)
+        begun = await asyncio.gather(*(sessions.begin(name) for _ in range(8)))
+        assert num_asked == 1
+        monkeypatch.setattr(disk_module, "ASK_AGAIN_S", 0.0)
+        with structlog.testing.capture_logs() as logs:
+            begun += await asyncio.gather(*(sessions.begin(name) for _ in range(8)))
+        assert num_asked == 2
+        assert [entry["reason"] for entry in logs] == [
+            "this machine has no /not/on/this/machine: the engine is on another one"
+        ]
+        for each in begun:
+            await sessions.end(each)
+        await sessions.close()
+
+
+async def test_what_the_engine_says_in_place_of_a_folder_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(EngineAwayError, match="docker info: expected the folder of its data, got ''"):
+        await ContainerCommand("docker").read_data_folder()
 
 
 async def test_a_machine_that_can_start_no_process_is_no_fault_of_the_session(

@@ -58,5 +58,22 @@ def test_anything_else_is_no_success(files, words, code, tmp_path):
     assert HEADING not in output
 
 
+def test_a_file_that_cannot_be_imported_is_no_empty_file_in_a_forked_process(tmp_path):
+    """The process that others are forked from has failed to import it already."""
+    (tmp_path / "test_a.py").write_text("import no_such_module\ndef test_a(): pass\n")
+    code = (
+        "import pytest\n"
+        "from tests.support.fork_server import FailedImports\n"
+        "words = ['test_a.py', '-q', '--collect-only', '--import-mode=importlib']\n"
+        "assert pytest.main(words, plugins=[FailedImports()]) == 2\n"
+        "assert pytest.main(words) == 2\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPO), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_files_that_come_first_are_there():
     assert [name for name in LONGEST if not (TESTS / name).exists()] == []

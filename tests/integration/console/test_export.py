@@ -12,14 +12,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from examples.small_vision_models import make_vision_model
 from tests.support import preloaded
 from tests.support.models import make_policy, save_weights, tiny_llama, tiny_model
 from tests.support.trajectories import make_config
-from tests.support.versions import write_version
+from tests.support.versions import Chain, write_version
 from tidemill.common.config import ModelConfig
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.images.processor import load_processor
 from tidemill.common.run.weight_files import read_manifest, version_name
 from tidemill.services.console.commands import ExportOptions
 from tidemill.services.console.look.export import export as export_command
@@ -70,6 +73,21 @@ def test_an_export_is_the_policy(run: Path, tmp_path: Path) -> None:
     assert missing.returncode == 2 and "version 8 of one has no weights" in missing.stderr
     again = tidemill(run, "-o", str(out))
     assert again.returncode == 2 and "not empty" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_an_export_of_a_model_that_sees_has_its_image_processor(tmp_path: Path) -> None:
+    start = make_vision_model(tmp_path / "start", "qwen2_5_vl")
+    trained = make_vision_model(tmp_path / "trained", "qwen2_5_vl", seed=1)
+    Chain(tmp_path / "run").full(0, trained / "model.safetensors")
+    out = tmp_path / "out"
+    export_version(tmp_path / "run", ModelConfig(path=str(start), dtype="float32"), "last", out)
+    weights = AutoModelForImageTextToText.from_pretrained(out).state_dict()
+    expected = AutoModelForImageTextToText.from_pretrained(trained).state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    images = ImagesConfig()
+    assert load_processor(out, images).digest == load_processor(start, images).digest
+    assert AutoTokenizer.from_pretrained(out).chat_template
 
 
 def test_an_export_has_the_overrides_of_its_model(run: Path, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ async def test_a_command_reads_its_row_and_its_last_line_is_the_result(tmp_path:
         "assert os.environ['OPENAI_AGENTS_DISABLE_TRACING'] == '1'\n"
         "assert os.environ['LITELLM_LOCAL_MODEL_COST_MAP'] == 'True'\n"
         "assert os.environ['DSPY_CACHE_LIMIT'] == '0'\n"
+        "assert os.environ['MSWEA_COST_TRACKING'] == 'ignore_errors'\n"
+        "assert os.environ['MSWEA_SILENT_STARTUP'] == '1'\n"
         "assert os.environ['CREWAI_DISABLE_TELEMETRY'] == 'true'\n"
         "assert os.environ['HAYSTACK_TELEMETRY_ENABLED'] == 'false'\n"
         "assert os.environ['AGNO_TELEMETRY'] == 'false'\n"

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.containers import containers_in
 from tests.support.environments import THIS
 from tests.support.preloaded import REPO
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
+from tidemill.common.process import checks
 from tidemill.common.process.checks import check_environment
 
 ROW = Row("guess", "guess", "4", {}, 0, "train.jsonl line 1")
@@ -107,6 +109,32 @@ def number(row):
 
 def broken(row):
     return [row["column"]]
+
+
+def verbose(row):
+    raise ValueError("first line\\nlast line")
+
+
+async def coroutine(row):
+    return [row["ground_truth"]]
+
+
+def arguments(row):
+    return [{"submit": {"answer": {4}}}]
+
+
+def turn(row):
+    return [4]
+
+
+class Killed(Text):
+    def reset(self, row):
+        import os, signal, subprocess
+
+        label = "tidemill.session=" + row["tidemill_session"]
+        subprocess.run(["docker", "run", "-d", "--label", label, "image"], check=True)
+        pathlib.Path(__file__).with_suffix(".started").touch()
+        os.kill(os.getppid(), signal.SIGKILL)
 """
 ROWS = [Row("guess", "guess", truth, {}, 0, f"train.jsonl line {truth}") for truth in "467"]
 
@@ -145,11 +173,38 @@ def test_rows_whose_reward_is_not_that_of_their_solution_are_named(solved: Path)
 
 
 @pytest.mark.parametrize(
-    ("oracle", "said"), [("number", "returned 4; expected a list"), ("broken", "raised KeyError: 'column'")]
+    ("oracle", "said"),
+    [
+        ("number", "returned 4; expected a list"),
+        ("turn", "returned the turn 4; expected a list"),
+        ("coroutine", "returned <coroutine object .*; expected a list"),
+        ("arguments", "returned the turn .*, whose arguments JSON cannot have: Object of type set"),
+        ("broken", "raised KeyError: 'column'"),
+        ("verbose", "raised ValueError: first line last line"),
+    ],
 )
-def test_an_oracle_that_cannot_be_used_is_named(oracle: str, said: str, solved: Path) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.environment.oracle .*:{oracle} {said}"):
+def test_an_oracle_that_cannot_be_used_is_named_with_its_row(oracle: str, said: str, solved: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^rollout.environment.oracle .*:{oracle}: train.jsonl line 4: it {said}"
+    ):
         play_oracle(solved, oracle, ROWS[:1], use=f"{solved}:Text")
+
+
+def test_an_oracle_that_hangs_is_named(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "ORACLE_TIMEOUT_S", 0.1)
+    with pytest.raises(ConfigError, match=r"^rollout.environment.oracle .*:text, .* took longer than 0.1 s"):
+        play_oracle(solved, "text", ROWS[:1], use=f"{solved}:Text")
+
+
+def test_what_a_check_that_was_killed_has_started_is_removed(
+    solved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with containers_in(tmp_path / "containers", monkeypatch) as containers:
+        stays = containers.start(tidemill__session="tidemill-00000000-e-0-0-0-0-0-1")
+        with pytest.raises(ConfigError, match=r"rollout.environment.oracle .*:text"):
+            play_oracle(solved, "text", ROWS[:1], use=f"{solved}:Killed", containers="docker")
+        assert solved.with_suffix(".started").exists()
+        assert containers.ids == {stays}
 
 
 @pytest.mark.parametrize("plays_oracle", [False, True])

@@ -28,12 +28,14 @@ KEPT: list[Mode] = ["delay", "pass"]
 MOST_IN_ROW = 2
 """SDKs ask three times. A program that ends after an answer that only the proxy has lost leaves nothing by
 which a gateway could know of it."""
-ENDS: dict[str, Mode] = {"strands": "halve", "claude": "halve"}
-"""Frameworks that may end where a stream breaks in its middle, as the same."""
+FAILING = "strands"
+"""Its agent fails where a stream breaks in its middle, and its program begins again."""
 NUM_LOSSES = 8
 MAX_TURNS = NUM_LOSSES + 3
 """After the losses some turns are left, so that the last answer arrives."""
 NUM_TRIES = 3
+"""Agents that a program begins. The last one must not fail: the program would hide it, and give a reward, so
+nothing would say that its last answer was lost."""
 SLOW_S = 0.06
 """Longer than the proxy waits before it hangs up."""
 
@@ -55,11 +57,13 @@ class MarkedModel:
 def losses_of(name: str, seed: int) -> list[Mode]:
     """What is done to requests, one after the other."""
     chance = random.Random(f"{name} {seed}")
-    losses = [mode for mode in LOSSES if mode != ENDS.get(name)]
     modes: list[Mode] = []
     while len(modes) < NUM_LOSSES:
         is_lost_for_long = len(modes) >= MOST_IN_ROW and not set(modes[-MOST_IN_ROW:]) & set(KEPT)
-        modes.append(chance.choice(KEPT if is_lost_for_long else [*losses, *KEPT]))
+        choices = KEPT if is_lost_for_long else [*LOSSES, *KEPT]
+        if name == FAILING and modes.count("halve") == NUM_TRIES - 1:
+            choices = [mode for mode in choices if mode != "halve"]
+        modes.append(chance.choice(choices))
     return modes
 
 
@@ -98,3 +102,16 @@ async def test_what_a_framework_has_not_read_is_not_trained(name: str, seed: int
     # The last answer is the only one that a program has read and not sent back.
     assert set(trained) - sent_back <= {received[-1]}, described
     assert played.session.reward == 0.5 and trained, described
+
+
+async def test_a_program_that_does_not_hide_that_its_agent_has_failed_is_a_fault(tmp_path: Path) -> None:
+    command = f"$ {command_of(FAILING, tmp_path, raises=True)}"
+    async with agent_player(command, max_model_len=1 << 18, max_turns=MAX_TURNS) as player:
+        gateway = player._gateway
+        port = gateway.root.rpartition(":")[2]
+        async with LossyProxy(int(port), ["pass", "halve"]).serving() as proxy:
+            gateway.root = gateway.root.replace(port, str(proxy.port))
+            with pytest.raises(EnvironmentFaultError, match="exit code 1"):
+                await player.play(make_ticket(max_tokens=500), "s", MarkedModel(FAILING).ask)
+    assert proxy.done == ["pass", "halve"]
+    assert marks_in(proxy.asked.decode()), "the first answer was read"

@@ -479,6 +479,26 @@ async def test_lists_in_lists_without_an_end_are_no_failure_of_the_server(depth:
         assert answer.status_code == 400
 
 
+async def test_a_connection_is_claimed_where_the_machine_can_start_no_thread(monkeypatch):
+    async def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def claim() -> int:
+        """The status of the answer to a claim of the connection that it comes on."""
+        port = claiming.sock.getsockname()[1]
+        path = f"{url.path.removesuffix('/').removesuffix('/v1')}/processes/{os.getpid()}/connections/{port}"
+        claiming.request("POST", path, headers={"x-api-key": run.session.key})
+        return claiming.getresponse().status
+
+    async with opened("hi") as run:
+        url = run.openai.base_url
+        claiming = http.client.HTTPConnection(url.host, url.port, 10)
+        with contextlib.closing(claiming):
+            claiming.connect()
+            monkeypatch.setattr("asyncio.to_thread", refuse)
+            assert await asyncio.get_running_loop().run_in_executor(None, claim) == 200
+
+
 async def test_a_claimed_connection_without_the_placeholders_key_is_refused() -> None:
     def ask(connection: http.client.HTTPConnection, method: str, path: str, *keys: str) -> list[int]:
         """The status of each answer, all on one connection."""

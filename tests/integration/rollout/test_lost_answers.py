@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.late_imports import late
 from tests.support.lossy_proxy import LossyProxy, Mode
-from tests.support.scripted_model import END, ByteChat
+from tests.support.scripted_model import END, ByteChat, call_line
 from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
@@ -37,13 +37,14 @@ Ask = Callable[[list[Any]], Awaitable[str]]
 class NumberedModel:
     """Each answer has a text of its own, so that a text says which turn it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         self.num_said = 0
+        self._text = text
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         await asyncio.sleep(SLOW_S)
         self.num_said += 1
-        said = [*f"<{self.num_said}> is the answer".encode(), END]
+        said = [*f"<{self.num_said}>{self._text}".encode(), END]
         return Generation(said, [-0.5] * len(said), ((0, 0),), "stop")
 
 
@@ -72,10 +73,12 @@ class Behind:
 
 
 @contextlib.asynccontextmanager
-async def behind(modes: Sequence[Mode], chat_format: ByteChat = CHAT, **limits: Any) -> AsyncIterator[Behind]:
+async def behind(
+    modes: Sequence[Mode], chat_format: ByteChat = CHAT, text: str = " is the answer", **limits: Any
+) -> AsyncIterator[Behind]:
     section = EnvironmentConfig.model_validate({"max_turns": 200, "max_segments": 200} | limits)
     sampling = SamplingParams(max_tokens=200)
-    ask = NumberedModel().ask
+    ask = NumberedModel(text).ask
     session = GatewaySession(chat_format, CHAT.decode, ask, sampling, section, 1 << 16)
     gateway = Gateway("m")
     await gateway.start()
@@ -183,6 +186,27 @@ async def test_a_stream_that_ends_in_order_before_its_end_is_not_trained_once_th
         assert run.trained == ["<1>", "<3>"]
         (unread,) = run.session.played(None, {}).session.unread
         assert unread.why == "cut"
+
+
+async def test_calls_that_were_lost_before_a_program_began_again_are_not_trained() -> None:
+    """A program that begins its agent again where that has failed, from the same question."""
+
+    async def play_agent(num_turns: int) -> None:
+        messages: list[Any] = [{"role": "user", "content": "begin"}]
+        for _ in range(num_turns):
+            said = await client.chat.completions.create(model="m", messages=messages)
+            answer = said.choices[0].message
+            result = {"role": "tool", "content": "on", "tool_call_id": answer.tool_calls[0].id}
+            messages += [answer, result]
+
+    async with behind(["pass", "halve"], text=call_line("noop")) as run:
+        client = openai.AsyncOpenAI(base_url=f"{run.root}/v1", api_key=run.session.key, max_retries=0)
+        with pytest.raises(openai.APIConnectionError):
+            await play_agent(2)
+        await play_agent(2)
+        assert run.trained == ["<1>", "<3>", "<4>"]
+        (unread,) = run.session.played(None, {}).session.unread
+        assert (unread.why, unread.message["content"]) == ("asked_again", "<2>")
 
 
 async def test_a_program_that_ends_after_its_only_answer_was_lost_has_nothing_to_train() -> None:

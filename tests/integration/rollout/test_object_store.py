@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import tiny_model
+from tests.support.pictures import image_of, noise_png
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port, listening
@@ -22,11 +23,22 @@ from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
 from tests.support.waiting import wait_until
-from tidemill.common.errors import ConfigError, RefusedError, StoreError, UnreadableError, WeightsError
+from tidemill.common.config.images import ImagesConfig
+from tidemill.common.errors import (
+    BrokenImageError,
+    ConfigError,
+    RefusedError,
+    StoreError,
+    UnreadableError,
+    WeightsError,
+)
 from tidemill.common.files import StorageError
 from tidemill.common.history import History, StreamName
+from tidemill.common.images.door import NOTES_FILE, ImageDoor
+from tidemill.common.images.sources import ImageSource
+from tidemill.common.images.store import ImageStore, read_images
 from tidemill.common.run.weight_files import MANIFEST_FILE
-from tidemill.common.store import ClaimStore, resolved
+from tidemill.common.store import ClaimStore, claims, resolved
 from tidemill.common.store.claims import NUM_THREADS, RETRIES
 from tidemill.common.streams import read_raw
 from tidemill.common.weights.remote import ObjectStore, open_remote
@@ -251,6 +263,55 @@ def test_keys_that_the_store_refuses_are_named_with_status_and_setting(
             assert "AWS_" in str(refused.value) and "streams.claim_check_url" in str(refused.value)
         with pytest.raises(WeightsError, match=f"status {status}"):
             open_remote(url, RUN).read_all("manifest.json")
+
+
+def test_a_picture_is_stored_once_and_read_as_it_was_or_is_missing(url, tmp_path):
+    png = noise_png(0)
+    store = ImageStore(tmp_path / RUN, url)
+    image = image_of(png, 0, 4)
+    assert store.put(png) == image.digest
+    assert not (tmp_path / RUN).exists(), "nothing is in the run's folder"
+    other = ImageStore(tmp_path / RUN, url)
+    assert other.has(image.digest) and other.read(image) == png
+    missing = image_of(noise_png(1), 0, 4)
+    with pytest.raises(BrokenImageError, match=f"{missing.digest}.png is missing"):
+        store.read(missing)
+    with pytest.raises(BrokenImageError, match="does not match its digest"):
+        store.read(image.model_copy(update={"num_bytes": 3}))
+
+
+def test_the_door_makes_again_what_its_notes_have_and_the_store_has_not(url, tmp_path):
+    """The run's folder was copied to be continued with another store."""
+    source = ImageSource(content=noise_png(0))
+    notes = tmp_path / RUN / "images"
+    for address in (url, f"{url}/elsewhere"):
+        store = ImageStore(tmp_path / RUN, address)
+        (picture,) = ImageDoor(ImagesConfig(), store, notes).take([source])
+        assert ImageStore(tmp_path / RUN, address).has(picture.digest)
+    assert (notes / NOTES_FILE).is_file()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"), [(403, "AccessDenied", ConfigError), (500, "", StoreError)]
+)
+async def test_a_store_of_pictures_that_is_away_or_refuses_the_keys_is_no_pictures_fault(
+    url, tmp_path, monkeypatch, status, code, kind
+):
+    png = noise_png(0)
+    ImageStore(tmp_path / RUN, url).put(png)
+    monkeypatch.setattr(claims, "REFUSED_S", 0.0)
+    monkeypatch.setitem(RETRIES, "max_retries", 0)
+    with refusing_store(status, code) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = ImageStore(tmp_path / RUN, url)
+        with pytest.raises(StoreError):
+            store.read(image_of(png, 0, 4))
+        if kind is ConfigError:
+            with pytest.raises(ConfigError, match="status 403"):
+                await read_images(store, [image_of(png, 0, 4)])
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read_images(store, [image_of(png, 0, 4)]), 2.0)
 
 
 def test_a_request_that_the_store_cannot_read_says_nothing_of_the_keys(url, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.support.containers import IMAGE, Containers, containers_in
+from tests.support.containers import IMAGE, Containers, HangingRemoval, containers_in
 from tests.support.rollout_worker import RUN_UID, issue
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.scripted_model import ScriptedModel, agent_player, make_ticket
@@ -92,9 +92,11 @@ ENVIRONMENT = """
 """
 
 
+@pytest.mark.parametrize("is_reaper_killed", [False, True])
 async def test_a_killed_worker_leaves_no_container_and_no_sample_is_lost(
-    tmp_path: Path, containers: Containers
+    is_reaper_killed: bool, tmp_path: Path, containers: Containers
 ) -> None:
+    """Also where the next worker is killed while it removes what the first has left."""
     file = tmp_path / "boxed.py"
     file.write_text(dedent(ENVIRONMENT).format(folder=str(tmp_path), image=IMAGE or "image"))
     config = simulated_config(
@@ -122,6 +124,16 @@ async def test_a_killed_worker_leaves_no_container_and_no_sample_is_lost(
         lost = await wait_until(boxes_of_a_group)
         killed.kill()
         killed.wait()
+        if is_reaper_killed:
+            hanging = HangingRemoval(tmp_path)
+            run.variables["rollout"] = {"PATH": hanging.path}
+            reaper = run.start("rollout", "reaper")
+            await wait_until(lambda: hanging.has_begun)
+            reaper.kill()
+            reaper.wait()
+            hanging.end()
+            del run.variables["rollout"]
+            lost = containers.ids - stay
         run.start("rollout", "next")
 
         async def are_gone() -> bool:

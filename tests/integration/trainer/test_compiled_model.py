@@ -2,11 +2,14 @@
 
 import os
 import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
@@ -20,10 +23,13 @@ from tests.support.models import (
     tiny_model,
     with_masks,
 )
+from tests.support.picture_samples import PictureMaker, compute_in_float64
 from tests.support.routes import wide_mixtral, with_foreign
 from tests.support.sessions import session_samples
 from tidemill.services.trainer.groups.bins import form_micro_batches
+from tidemill.services.trainer.policy import compiling
 from tidemill.services.trainer.policy.compiling import compile_model
+from tidemill.services.trainer.policy.layers import layers_of, tower_of
 from tidemill.services.trainer.policy.model_loading import open_model
 
 CPU = torch.device("cpu")
@@ -55,6 +61,27 @@ def test_the_engines_choices_are_replayed_alike_by_compiled_layers(monkeypatch):
     assert results[0][2] == results[1][2] > 0
     for mine, theirs in zip(results[0][:2], results[1][:2], strict=True):
         assert (mine - theirs).abs().max() < 1e-12 * theirs.abs().max()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_a_compiled_model_reads_pictures_alike_beside_a_tower_that_is_not_compiled(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_in_float64(monkeypatch)
+    maker = PictureMaker(make_vision_model(tmp_path / "model", family), tmp_path)
+    monkeypatch.setattr(compiling, "compile_model", partial(compile_model, backend="aot_eager"))
+    plain = maker.policy(train_tower=True)
+    compiled = maker.policy(train_tower=True, compile=True)
+    layers = {layer: layer._compiled_call_impl is not None for layer in layers_of(compiled._model)}
+    of_tower = [layer for section in tower_of(compiled._model) for layer in section.modules()]
+    assert any(layers.values()) and not any(layers.get(layer) for layer in of_tower)
+    samples = maker.samples()
+    for batch in (one_batch(samples), one_batch(samples[6:]), one_batch(samples[3:5])):
+        for policy in (compiled, plain):
+            policy.accumulate(batch)
+    difference = gradients_of(compiled) - gradients_of(plain)
+    assert difference.norm() < 1e-12 * gradients_of(plain).norm()
 
 
 def without_compiler(*_: object) -> None:

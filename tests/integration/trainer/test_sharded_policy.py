@@ -11,6 +11,7 @@ from tests.support.models import make_samples, masked, run_config, save_state, s
 from tests.support.rank_runs import STEPS, Numbers, train, update
 from tests.support.versions import write_version
 from tidemill.common.config import RunConfig
+from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import check_whole, write_whole
@@ -132,3 +133,17 @@ def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
     for version in (first, second):
         folder = run / "weights" / version.folder / "adapter"
         assert (folder / "adapter_model.safetensors").exists() is bool(options)
+
+
+def test_where_a_disk_takes_no_adapters_all_ranks_write_the_version_again(tmp_path):
+    ranks: Any = open_policy(writing_config(tiny_model(tmp_path / "model"), 2, **LORA))
+    with closing(ranks) as policy:
+        policy.compare_weights()
+        full = tmp_path / "full"
+        full.mkdir()
+        (full / "adapter").touch()  # no folder can be made here
+        written = policy.begin_writing(full, 0, -1)
+        with pytest.raises(StorageError, match="rank 0"):
+            written.result()
+        manifest = write_version(WeightStore(tmp_path / "run"), 0, policy)
+    check_whole(verified_files(tmp_path / "run", manifest), manifest)

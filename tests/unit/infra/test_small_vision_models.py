@@ -1,4 +1,4 @@
-"""The small models that see: their folders are as on the hub, and a picture changes what they predict."""
+"""The small models that see: their folders are as on the hub, and a picture is one placeholder of theirs."""
 
 from pathlib import Path
 

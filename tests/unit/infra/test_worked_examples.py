@@ -32,7 +32,7 @@ def crossing(root: Path, files: dict[str, str]) -> list[str]:
 
 def test_a_record_without_an_example_is_named_with_its_line_and_who_imports_it(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"common/shapes/point.py": RECORD, "services/map.py": USER})
-    (problem,) = check(root, {})
+    (problem,) = check(root)
     assert problem.startswith("common/shapes/point.py:5: Point is imported by services/map.py")
 
 
@@ -112,12 +112,5 @@ def test_an_example_is_a_line_that_says_so_or_an_indented_block(
 )
 def test_an_array_field_begins_with_its_shape(tmp_path: Path, field: str, has_shape: bool) -> None:
     text = f'class Point(NamedTuple):\n    """A point.\n\n    Example: one.\n    """\n\n    {field}\n'
-    problems = check(write_tree(tmp_path, {"common/shapes/point.py": text, "services/map.py": USER}), {})
+    problems = check(write_tree(tmp_path, {"common/shapes/point.py": text, "services/map.py": USER}))
     assert (problems == []) is has_shape
-
-
-def test_a_row_of_the_exceptions_is_needed_or_has_to_go(tmp_path: Path) -> None:
-    root = write_tree(tmp_path, {"common/shapes/point.py": RECORD, "services/map.py": USER})
-    assert check(root, {("common/shapes/point.py", "Point"): "two numbers"}) == []
-    (_, problem) = check(root, {("common/shapes/line.py", "Line"): "gone"})
-    assert "common/shapes/line.py Line" in problem

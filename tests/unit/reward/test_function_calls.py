@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
 from tidemill.common.process.children import frame_of
 from tidemill.services.reward.functions import child
 from tidemill.services.reward.functions.child import LoopCalls
@@ -43,7 +44,8 @@ def sent(num_calls: int) -> list[list[float]]:
 
     async def read_all() -> None:
         calls._read()
-        await all_sent.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            await all_sent.wait()
 
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import inspect
+import io
 import json
 import math
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as PilImage
 
+from tidemill.common.images.pictures import make_picture
+from tidemill.common.images.sources import parse_source
 from tidemill.services.console.serve.samples import ScoringRequest
 from tidemill.services.reward import adapters
 
@@ -20,7 +25,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each request had; the score of a sample is its truth."""
     sizes: list[int] = []
 
-    async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def scores_of(samples: list[dict[str, Any]], images: Sequence[str] = ()) -> list[dict[str, Any]]:
+        assert not images
         sizes.append(len(samples))
         await asyncio.sleep(0)
         if any(sample["ground_truth"] == "refused" for sample in samples):
@@ -66,7 +72,7 @@ def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:
 async def test_neighbours_with_the_same_row_are_a_group_also_where_a_column_has_no_number(monkeypatch):
     groups: list[int] = []
 
-    async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def scores_of(samples: list[dict[str, Any]], images: Sequence[str]) -> list[dict[str, Any]]:
         groups.extend(sample["group"] for sample in samples)
         return [{"value": 1.0} for _ in samples]
 
@@ -152,3 +158,24 @@ async def test_combined_rewards_of_a_wrong_number_are_an_error() -> None:
     for functions, weights in (((), ()), ((plain,), (1.0, 2.0))):
         with pytest.raises(ValueError, match="functions and"):
             adapters.combine_rewards(*functions, weights=weights)
+
+
+def test_equal_pictures_are_sent_once_and_other_columns_stay_as_they_are() -> None:
+    red = PilImage.new("RGB", (4, 3), (255, 0, 0))
+    blue = PilImage.new("CMYK", (4, 3), (255, 255, 0, 0))  # a mode that PNG does not have
+    images = adapters._Images()
+    row: dict[str, Any] = {"images": [red, blue], "image": "docker.io/python:3", "level": 1}
+    assert images.take("Which?", row) == ("Which?", [0, 1])
+    assert row == {"image": "docker.io/python:3", "level": 1}
+    parts = [{"type": "image", "image": red.copy()}, {"type": "text", "text": "Which?"}]
+    again: dict[str, Any] = {"image": red.copy()}
+    prompt, numbers = images.take([{"role": "user", "content": parts}], again)
+    assert (numbers, again) == ([0], {})
+    assert prompt == [{"role": "user", "content": [{"type": "image"}, parts[1]]}]
+    assert parts[0]["image"] == red, "the trainer's own messages stay as they are"
+    assert len(images.urls) == 2
+    for url, colour in zip(images.urls, ("red", "blue"), strict=True):
+        source = parse_source(url, Path())
+        assert source.content is not None and not source.fault
+        opened = PilImage.open(io.BytesIO(make_picture(source.content, 1000).png))
+        assert opened.getpixel((0, 0)) == {"red": (255, 0, 0), "blue": (0, 0, 255)}[colour]

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 
 from tidemill.common.wire.codec import decode_payload, encode_payload
-from tidemill.common.wire.messages import Score
-from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret, users_own
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.reward.outcome import (
+    MAX_DETAIL_CHARS,
+    AttemptError,
+    RewardOutcome,
+    contained,
+    interpret,
+    users_own,
+)
+from tidemill.services.reward.rewards.groups import GroupResult
 
 
 @pytest.mark.parametrize(
@@ -214,3 +222,45 @@ def test_an_error_of_the_code_is_told_from_an_outage(error: BaseException, is_co
     with pytest.raises(AttemptError) as caught, users_own():
         raise error
     assert caught.value.is_code_error is is_codes
+
+
+KEPT: dict[str, Any] = {
+    "value": 0.5,
+    "components": {"exact": 1.0, "format": None},
+    "detail": {"verdict": "half right"},
+    "teacher_logprobs": None,
+    "status": "ok",
+    "error": "",
+    "kind": "",
+    "tries": [],
+    "on_failure": "",
+    "is_code_error": False,
+}
+"""An outcome as releases write it that have no `to_wire`: all of their fields. Caches keep it for long."""
+LATE = KEPT | {"value": None, "status": "timeout", "error": "no result within 30 s", "kind": "timeout"}
+
+
+def test_an_outcome_that_an_older_release_has_kept_is_read() -> None:
+    outcome = RewardOutcome.from_wire(msgpack.unpackb(msgpack.packb(KEPT)))
+    assert outcome == RewardOutcome(0.5, {"exact": 1.0, "format": None}, {"verdict": "half right"})
+    assert outcome.is_ok
+    late = RewardOutcome.from_wire(msgpack.unpackb(msgpack.packb(LATE)))
+    assert late.status is ScoreStatus.TIMEOUT
+    assert str(late.to_error()) == "no result within 30 s"
+
+
+def test_an_older_release_knows_the_fields_of_what_is_cached() -> None:
+    """It refuses others. Only what succeeded is cached."""
+    outcome = RewardOutcome(0.0, {"exact": 0.0}, {"verdict": "wrong"}, teacher_logprobs=b"\0\0\0\0")
+    assert outcome.to_wire().keys() <= KEPT.keys()
+    assert RewardOutcome.from_wire(outcome.to_wire()) == outcome
+
+
+def test_workers_of_two_releases_read_each_others_results_of_a_group() -> None:
+    older = msgpack.packb({"outcomes": {"gsm8k": KEPT, "judge": LATE}, "entry_id": "1-1"})
+    outcomes = decode_payload(older, GroupResult).outcomes
+    assert outcomes["gsm8k"].value == 0.5
+    assert outcomes["judge"].status is ScoreStatus.TIMEOUT
+    # What an older release does with `is_final`: it passes over fields that it does not know.
+    newer = msgpack.packb({"outcomes": {"gsm8k": KEPT | {"of_a_later_release": True}}, "entry_id": "1-1"})
+    assert decode_payload(newer, GroupResult).outcomes["gsm8k"] == outcomes["gsm8k"]

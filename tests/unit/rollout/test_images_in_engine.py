@@ -1,6 +1,8 @@
 """Prompts with pictures in the transformers engine: every number is that of a plain pass of transformers."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +127,19 @@ async def test_a_prompt_whose_tokens_do_not_fit_its_pictures_fails_alone(seeing,
     )
     assert isinstance(results[0], Generation)
     assert [type(result) for result in results[1:]] == [BrokenImageError] * len(bad)
+
+
+async def test_a_shortage_of_the_machine_is_not_the_pictures_fault(seeing, engine, monkeypatch):
+    processor = engine._images.processor
+
+    def fail(files: Sequence[bytes]) -> dict[str, Any]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    request = seeing.request("short", "what is *?", [noise_png(5)])
+    with monkeypatch.context() as short, pytest.raises(OSError, match="open files"):
+        short.setattr(processor, "pixels", fail)
+        await engine.generate(request)
+    assert (await engine.generate(request)).token_ids
 
 
 async def test_a_request_that_is_cancelled_does_not_take_the_pictures_from_others(seeing, engine):

@@ -7,7 +7,7 @@ import pytest
 
 from tidemill.services.rollout.engines.engine import EngineReport
 from tidemill.services.rollout.service import _state_of
-from tidemill.services.rollout.slots import Slots
+from tidemill.services.rollout.slots import CachedHistory, Slots
 
 
 def test_without_reports_the_number_stays() -> None:
@@ -110,3 +110,19 @@ def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, pl
 )
 def test_the_cause_is_what_all_held_groups_lack(counts: dict[str, int], expected: str) -> None:
     assert state(**counts) == expected
+
+
+def test_what_a_history_loses_from_turn_to_turn_counts_in_its_slots():
+    slots = Slots(10)
+    history = CachedHistory(slots)
+    history.add_turn([1, 2], 0, 0)
+    assert slots._had == 0, "nothing had been cached"
+    history.add_turn([1, 2, 3, 4], 0, 96)
+    history.add_turn([1, 2, 3, 4, 5], 0, 32)
+    assert (slots._had, slots._lost) == (0 + 96, 64)
+    # Once more as long as the longest that was cached.
+    history.add_turn([1, 2, 3, 4, 5, 6], 0, 96)
+    assert (slots._had, slots._lost) == (192, 64)
+    for prompt_ids, version in (([1, 2, 3], 1), ([9, 2, 3, 4], 1)):  # other weights, another history
+        history.add_turn(prompt_ids, version, 0)
+    assert (slots._had, slots._lost) == (192, 64)

@@ -35,7 +35,8 @@ class Sums(dict[str, Any]):
     Of each micro-batch there are `sequences`, `tokens` (that carry loss), `denominator` (what it adds to that
     of `update`), `positions` of the forward passes with padding, `row_tokens` (their tokens with a row for
     each sample or segment, without padding) and `row_pairs` (of a token in these rows and one that it attends
-    to, itself too).
+    to, itself too). Of pictures there are `picture_tokens`, each picture of a pass once, and `picture_pairs`
+    of tokens of one picture.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -149,6 +150,7 @@ LARGEST = {
 COUNTS = frozenset((
     "sequences", "tokens", "denominator", "positions", "row_tokens", "row_pairs", "imitation_tokens",
     "teacher_tokens", "left_out", "compared_tokens", "changed_tokens", "changed_layers",
+    "picture_tokens", "picture_pairs",
 ))  # fmt: skip
 READ = COUNTS.union(MEANS.values(), LARGEST.values(), (
     "loss_sum", "raw_weight_sum", "raw_weight_square_sum", "unmasked_mismatch_sum", "imitation_sum",

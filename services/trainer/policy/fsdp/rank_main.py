@@ -14,14 +14,16 @@ from tidemill.common.process.privacy import hide_memory
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import serve_calls
+from tidemill.services.trainer.weights.peers import unpack
 
 
 def run_rank(ranks: Ranks) -> None:
     """Load this rank's share of the policy, and make rank 0's calls until it closes."""
     from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 
-    config = RunConfig.model_validate_json(ranks.broadcast())
-    serve_calls(load_rank_policy(config, ranks), ranks)
+    config_json, run_dir = unpack(ranks.broadcast())
+    config = RunConfig.model_validate_json(config_json)
+    serve_calls(load_rank_policy(config, ranks, run_dir), ranks)
     ranks.close()
 
 

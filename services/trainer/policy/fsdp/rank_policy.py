@@ -24,6 +24,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.images import Image
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
@@ -39,14 +40,19 @@ from tidemill.services.trainer.policy.model_loading import open_model, prepare_t
 from tidemill.services.trainer.policy.options import PolicyOption
 from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import PolicyState, Shard
-from tidemill.services.trainer.policy.tile import NOTHING, Tile
-from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_settings
+from tidemill.services.trainer.policy.tile import Tile
+from tidemill.services.trainer.policy.transformers_policy import (
+    T,
+    TransformersPolicy,
+    picture_settings,
+    policy_settings,
+)
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shadow import held_rows
 from tidemill.services.trainer.weights.store import model_tensors
 
-SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, TurnEnd)
+SAMPLE_KINDS = (Image, Routes, Rows, Sample, SegmentTokens, TurnEnd)
 """Classes in the payloads that rank 0 sends to other ranks."""
 SCORES_PER_WIDTH = 4
 """Attention scores that take as long as all else that a layer computes for a token, for each element of its
@@ -121,8 +127,9 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
-    """Make the model, shard it, and read this rank's shard of its weights."""
+def load_rank_policy(config: RunConfig, ranks: Ranks, run_dir: Path | None = None) -> "RankPolicy":
+    """Make the model, shard it, and read this rank's shard of its weights; pictures are in the run's
+    folder."""
     # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
     take_share(ranks.device, config.trainer.num_ranks)
     prepare_torch(config.trainer)
@@ -135,6 +142,7 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
         own_digest = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
         digest = ranks.broadcast(own_digest).decode()
     settings = policy_settings(config) | {"base_digest": digest}
+    settings["pictures"] = picture_settings(config, run_dir)
     policy = RankPolicy(model, config.trainer, ranks, weights, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
@@ -214,6 +222,13 @@ class RankPolicy(TransformersPolicy):
         total["positions"] *= num_alike
         return total
 
+    def _num_missing(self, plan: Sequence[Tile]) -> int:
+        # Here, for ranks wait in a pass on GPUs for minutes at most, and in `gather` as long as a store is
+        # away.
+        for option in self.options:
+            option.fetch(plan)
+        return super()._num_missing(plan)
+
     def _lay_out(self, tile: Tile) -> Tile:
         whole = super()._lay_out(tile)
         return whole if self._context is None else cut_tile(whole, self._context)
@@ -274,7 +289,7 @@ class RankPolicy(TransformersPolicy):
 
     def _pass_nothing(self) -> None:
         """A forward and backward pass that adds nothing, but takes part in what others gather and sum."""
-        tile = self.scorer.score(NOTHING, self._temperature, keep_hidden=self._keeps_hidden)
+        tile = self.scorer.score(self._nothing(), self._temperature, keep_hidden=self._keeps_hidden)
         # Times 0 and not left out: the backward pass has to reach every layer in which others sum.
         nothing = 0.0 * tile.logprobs_N.sum()
         for values_N in self._columns_now(tile).values():

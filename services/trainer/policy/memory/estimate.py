@@ -24,6 +24,8 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Activations of a prefill, and graphs, of an engine."""
+VLLM_STEP_TOKENS = 2048
+"""Tokens that vLLM schedules in a step, unless `rollout.vllm.extra` says otherwise."""
 ASLEEP_BYTES = 2.0 * GIB
 """Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
@@ -140,15 +142,25 @@ def _pictures(
     vision: Any = getattr(sizes.config, "vision_config", None)
     if config.images is None or vision is None:
         return {}
-    patch = int(vision.patch_size)
-    # Qwen's token stands for a square of patches, each of some pictures of a film; LLaVA's for one.
-    num_patches = num_tokens * int(getattr(vision, "spatial_merge_size", 1)) ** 2
-    num_pixels = 3 * patch**2 * int(getattr(vision, "temporal_patch_size", 1))
+    # Ranks that share a pass have its tokens in parts, and each of them all its pictures.
+    num_patches = num_tokens * config.trainer.context_size * _patches_of_token(vision)
     tower = sizes.tower_kept_bytes(num_patches, recomputed, config.trainer.train_tower)
     return {
-        "pixels of pictures": 4.0 * num_patches * num_pixels,
+        "pixels of pictures": _pixel_bytes(vision, num_patches),
         "activations of the tower": copies * tower,
     }
+
+
+def _patches_of_token(vision: Any) -> int:
+    """Qwen's token stands for a square of patches, LLaVA's for one."""
+    return int(getattr(vision, "spatial_merge_size", 1)) ** 2
+
+
+def _pixel_bytes(vision: Any, num_patches: int) -> float:
+    """Of patches in float32, with three colours; Qwen's are of some frames of a film."""
+    return (
+        4.0 * num_patches * 3 * int(vision.patch_size) ** 2 * int(getattr(vision, "temporal_patch_size", 1))
+    )
 
 
 def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
@@ -234,9 +246,39 @@ def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: in
         "activations and graphs": ENGINE_WORK_BYTES,
         "logits": 8.0 * config.rollout.max_num_seqs * sizes.vocabulary,
     }
+    parts |= _pictures_of_engine(config, sizes, width)
     room = vllm.gpu_memory_utilization * gpu_bytes - sum(parts.values())
     sequence = kv_bytes(sizes.config, config.model.max_model_len, width, ways)
     return EngineTake(parts, room, sequence, max(0, int(room // sequence)) if sequence else 0)
+
+
+def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dict[str, float]:
+    """Pictures that vLLM's tower takes at a time, and the features that it keeps: of as many tokens as it
+    schedules in a step, or of the largest picture. Whole on each GPU, as what the tower's layers pass on is.
+    """
+    vision: Any = getattr(sizes.config, "vision_config", None)
+    if config.images is None or vision is None:
+        return {}
+    scheduled = int(config.rollout.vllm.extra.get("max_num_batched_tokens", VLLM_STEP_TOKENS))
+    num_tokens = max(scheduled, _largest_picture(config, vision))
+    num_patches = num_tokens * _patches_of_token(vision)
+    # Further features of Qwen3-VL, for the first layers of the text.
+    num_levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
+    return {
+        "pixels of pictures": _pixel_bytes(vision, num_patches),
+        "activations of the tower": sizes.tower_kept_bytes(num_patches, recomputed=False, is_trained=False),
+        "features of pictures": float(width * num_tokens * num_levels * sizes.hidden),
+    }
+
+
+def _largest_picture(config: RunConfig, vision: Any) -> int:
+    """Most tokens of a picture."""
+    assert config.images is not None, "a run of text has none"
+    patch = int(vision.patch_size)
+    merged = getattr(vision, "spatial_merge_size", None)
+    if merged is None:  # all are of one size
+        return int(vision.image_size // patch) ** 2
+    return ceil(config.images.max_pixels / (patch * int(merged)) ** 2)
 
 
 def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:

@@ -507,7 +507,7 @@ def test_warm_jails_that_a_machine_cannot_have_at_a_workers_start_are_tried_agai
 
 
 def test_what_is_around_an_interpreter_that_has_ended_is_killed_where_it_does_not_end() -> None:
-    script = "import os, sys, time; os.close(int(sys.argv[-1])); time.sleep(600)"
+    script = "import os, sys, time; os.close(int(sys.argv[-1])); time.sleep(60)"
     template = warm_module.Template([sys.executable, "-I", "-c", script], b"{}")
     template.finish()
     assert template._process.returncode == -signal.SIGKILL

@@ -287,8 +287,8 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
     ],
 )  # fmt: skip
 def test_settings_that_do_nothing_are_named(sections, idle):
-    fields = [text.partition(" ")[0] for text in idle_settings(parse_config(MINIMAL | sections, "run.yaml"))]
-    assert fields == idle
+    texts = idle_settings(parse_config(MINIMAL | sections, "run.yaml"))
+    assert [text.partition(" ")[0] for text in texts] == idle
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
@@ -545,5 +545,5 @@ def test_what_a_resume_may_change(tmp_path, trainer, said):
     (folder.path / "metrics.jsonl").write_text(records)
     options = UpOptions(config=tmp_path / "config.yaml", run_id="one", resume=True)
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        changes = _check_changes(options, make_config(run_id="one", trainer=trainer), folder)
-        assert [str(change) for change in changes] == ["trainer.steps: 4 -> 9"]
+        settings = _check_changes(options, make_config(run_id="one", trainer=trainer), folder)
+        assert [str(setting) for setting in settings] == ["trainer.steps: 4 -> 9"]

@@ -182,6 +182,10 @@ def test_a_run_without_the_section_refuses_pictures_and_says_what_to_add(tmp_pat
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": parts, "answer": "2"}))
     with pytest.raises(ConfigError, match="need the section `images`"):
         read_training_rows(section(str(tmp_path / "a.jsonl"), has_images=False))
+    for value in (["a.png"], "shots/a.JPEG", ["http://a.example/7"], "data:image/png;base64,aGk="):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "answer": "2", "images": value}))
+        with pytest.raises(ConfigError, match=r"column 'images' holds pictures.*images: {}"):
+            read_training_rows(section(str(tmp_path / "a.jsonl"), has_images=False))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x", "answer": "2", "image": "ubuntu:24.04"}))
     (row,) = read_training_rows(section(str(tmp_path / "b.jsonl"), has_images=False))[""]
     assert row.extra["image"] == "ubuntu:24.04" and not row.images, (
@@ -202,11 +206,27 @@ def test_the_run_notes_that_its_rows_may_have_pictures_and_refuses_what_is_blind
     assert RunConfig.model_validate(sections).data.has_images
     assert not RunConfig.model_validate({**sections, "images": None}).data.has_images
     session = {"environment": {"use": "my_env.py:MyEnv"}}
-    judged = {"rewards": {"seen": {"judge": {"servers": "s", "template": "{{ response }}"}}}}
+    judge = {"servers": "s", "template": "{{ completion }}"}
     servers = {"s": {"base_urls": ["http://localhost:1/v1"], "model": "m"}}
+    local = {"s": {"local": {}, "model": "m"}}
+
+    def asked(of: Any = servers, **reward: Any) -> dict[str, Any]:
+        return {"reward": {"rewards": {"seen": reward}}, "servers": of}
+
+    for changes in (
+        asked(judge=judge),
+        asked(model={"servers": "s"}),
+        asked(local, judge=judge),
+        asked({"s": {"local": {"engine": "vllm"}, "model": "m"}}, model={"servers": "s"}),
+    ):
+        assert RunConfig.model_validate(sections | changes).reward.named.keys() == {"seen"}
     for changes, words in (
         ({"rollout": session}, "single turn"),
-        ({"reward": judged, "servers": servers}, "reward.rewards.seen"),
+        (asked(judge=judge | {"api": "completions"}), "reward.rewards.seen would .* take chat"),
+        (asked(model={"servers": "s", "input": "ids"}), "reward.rewards.seen would .* take chat"),
+        (asked(model={"servers": "s", "input": "text"}), "reward.rewards.seen would .* take chat"),
+        (asked(local, model={"servers": "s"}), "takes text alone"),
+        (asked(teacher={"servers": "s"}), "teachers get none"),
         ({"data": {"train": "a.jsonl", "chat_template": "never"}}, "chat_template"),
         ({"images": {"min_pixels": 10, "max_pixels": 9}}, "exceeds max_pixels"),
     ):

@@ -1,5 +1,6 @@
 """The door and the store: each picture made once, stored once, and read as it was stored."""
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -9,14 +10,15 @@ import pytest
 
 from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.errors import BrokenImageError, StoreError
+from tidemill.common.errors import BrokenImageError, StoreError, UnreadableError
 from tidemill.common.files import StorageError
 from tidemill.common.images import door as module
+from tidemill.common.images import store as store_module
 from tidemill.common.images.door import NOTES_FILE, ImageDoor, StoredPicture
 from tidemill.common.images.fetching import Fetched
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.sources import ImageSource, parse_source
-from tidemill.common.images.store import ImageStore
+from tidemill.common.images.store import ImageStore, read_images
 from tidemill.common.wire.images import Image
 
 CONFIG = ImagesConfig()
@@ -124,10 +126,13 @@ def test_a_url_is_fetched_once_in_a_run_also_over_a_restart(tmp_path, monkeypatc
     first = door.take(sources)
     assert door.take(sources) == first
     assert len(fetched) == 2
+    assert open_door(tmp_path).take(sources) == first
+    assert len(fetched) == 3, "a start that was refused for it asks again for what failed"
+    door.keep_failures()
     assert open_door(tmp_path).take(sources) == first, "the notes say it, also what failed"
-    assert len(fetched) == 2
+    assert len(fetched) == 3
     open_door(tmp_path, ImagesConfig(max_pixels=100)).take(sources)
-    assert len(fetched) == 4, "another bound makes another picture"
+    assert len(fetched) == 5, "another bound makes another picture"
 
 
 def test_after_a_restart_nothing_is_decoded_and_a_file_that_changed_is_another_picture(tmp_path, monkeypatch):
@@ -187,6 +192,30 @@ def test_a_missing_or_damaged_picture_is_its_own_fault_and_a_folder_that_is_away
         store.read(image)
     with pytest.raises(StoreError, match="cannot be read now"):
         ImageStore(tmp_path / "elsewhere").read(image)
+
+
+@pytest.mark.parametrize("damage", [Path.mkdir, lambda path: path.symlink_to(path.name)])
+async def test_a_picture_that_alone_cannot_be_read_is_broken_after_some_looks(tmp_path, monkeypatch, damage):
+    """Where no file can be read, the store is away: that is waited for."""
+    monkeypatch.setattr(store_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(store_module, "LAST_PAUSE_S", 0.02)
+    door = ImageDoor(CONFIG, ImageStore(tmp_path))
+    pictures = door.take([ImageSource(content=file_of(noise(8, 8, seed))) for seed in range(2)])
+    first, second = map(image_of, pictures)
+    path = tmp_path / "images" / f"{first.digest}.png"
+    path.unlink()
+    damage(path)
+    store = ImageStore(tmp_path)
+    with pytest.raises(UnreadableError, match="cannot be read now"):
+        store.read(first)
+    async with asyncio.timeout(60):
+        with pytest.raises(BrokenImageError, match=first.digest):
+            await read_images(store, [second, first])
+        assert len(await read_images(store, [second])) == 1
+    (tmp_path / "images" / f"{second.digest}.png").unlink()
+    with pytest.raises(StoreError) as caught:
+        store.read(first)
+    assert not isinstance(caught.value, UnreadableError)
 
 
 def test_a_store_that_takes_nothing_ends_the_call_and_blames_no_row(tmp_path):

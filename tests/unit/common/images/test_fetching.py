@@ -1,16 +1,22 @@
 """Pictures of URLs: bounded in size and time, from public addresses only, over real connections."""
 
+import errno
 import ipaddress
+import os
+import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from tests.support.servers import make_certificate
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.errors import BrokenImageError
+from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.images import fetching
 from tidemill.common.images.fetching import fetch, is_public
 
@@ -34,7 +40,7 @@ def sends(status: int = 200, content: bytes = CONTENT, **headers: str) -> Answer
 class Server:
     """Answers each path by its function; counts requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answers: dict[str, Answer] = {}
         self.requests: list[str] = []
         self.hosts: list[str] = []
@@ -51,6 +57,8 @@ class Server:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
@@ -206,6 +214,43 @@ def test_a_redirect_to_a_private_address_is_refused(server, monkeypatch):
     assert server.requests == ["/next", "/"]
 
 
+@pytest.fixture
+def secure_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """With a certificate for 127.0.0.1, which is trusted here."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl makes a certificate")
+    certificate, key = make_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    running = Server(context)
+    yield running
+    running.close()
+
+
+def test_a_picture_is_fetched_over_tls(secure_server):
+    secure_server.answers = {"/": sends(Content_Type="image/png")}
+    assert fetch(f"https://127.0.0.1:{secure_server.port}/", HERE).content == CONTENT
+
+
+def test_a_certificate_of_another_host_or_of_nobody_is_refused_before_a_request(secure_server, monkeypatch):
+    reason = reason_of(f"https://localhost:{secure_server.port}/")
+    assert "certificate of localhost is refused" in reason
+    monkeypatch.delenv("SSL_CERT_FILE")
+    assert "certificate of 127.0.0.1 is refused" in reason_of(f"https://127.0.0.1:{secure_server.port}/")
+    assert not secure_server.requests
+
+
+def test_an_address_is_private_over_tls_too_also_behind_a_redirect(server, secure_server, monkeypatch):
+    public_only = HERE.model_copy(update={"private_addresses": False})
+    secure = f"https://127.0.0.1:{secure_server.port}/"
+    assert "not a public address" in reason_of(secure, public_only)
+    monkeypatch.setattr(fetching, "is_public", lambda address: address.version == 4)
+    secure_server.answers = {"/": sends(302, Location=f"http://[::ffff:127.0.0.1]:{server.port}/")}
+    assert "not a public address" in reason_of(secure, public_only)
+    assert not server.requests
+
+
 @pytest.mark.parametrize(
     "url, words",
     [
@@ -222,6 +267,17 @@ def test_odd_urls_are_refused_without_a_look_up(url, words, monkeypatch):
     monkeypatch.setattr(fetching.socket, "getaddrinfo", None)
     reason = reason_of(url)
     assert words in reason and "secret" not in reason
+
+
+@pytest.mark.parametrize("call", ["getaddrinfo", "create_connection"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_shortage_of_this_machine_is_no_pictures_fault(server, monkeypatch, call, number):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fetching.socket, call, fail)
+    with pytest.raises(StoreError, match=os.strerror(number)):
+        fetch(server.url("/"), HERE)
 
 
 def test_nothing_that_listens_is_a_reason():
@@ -252,8 +308,12 @@ def test_nothing_that_listens_is_a_reason():
         ("fe80::1", False),
         ("fd00::1", False),
         ("ff02::1", False),
+        ("fec0::1", False),
         ("::ffff:10.0.0.1", False),
+        ("::ffff:169.254.169.254", False),
+        ("::10.0.0.1", False),
         ("64:ff9b::a00:1", False),
+        ("64:ff9b:1::a00:1", False),
         ("2002:a00:1::", False),
         ("2001:0:1:2:3:4:5:6", False),
     ],

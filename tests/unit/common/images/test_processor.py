@@ -9,7 +9,8 @@ from transformers import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from tests.support.vision import FAMILIES, VOCAB, file_of, make_tokenizer, noise, vision_folder
+from examples.small_vision_models import SMALL_FAMILIES, make_vision_model, vision_tokenizer
+from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.images.pictures import make_picture
@@ -24,21 +25,21 @@ def stored(width: int, height: int, seed: int = 0) -> bytes:
     return make_picture(file_of(noise(width, height, seed)), 1 << 20).png
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SMALL_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
 def processor(family: str, tmp_path: Any) -> PictureProcessor:
-    return load_processor(vision_folder(tmp_path, family, has_weights=False), BOUNDS)
+    return load_processor(make_vision_model(tmp_path, family), BOUNDS)
 
 
 def expand_by_library(
     family: str, processor: PictureProcessor, text: str, inputs: dict[str, Any]
 ) -> list[int]:
     """What the family's own processor does with a text whose pictures were processed to `inputs`."""
-    tokenizer = make_tokenizer(family)
+    tokenizer = vision_tokenizer(family)
     classes: dict[str, Any] = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
     if family == "llava":
         theirs: Any = LlavaProcessor(
@@ -65,7 +66,7 @@ def test_placeholders_become_what_the_familys_own_processor_writes(family, proce
     pictures = [stored(*size) for size in SIZES]
     placeholder = "<image>" if family == "llava" else "<|image_pad|>"
     text = "w1 HERE w2 HERE w3 HERE . HERE w4"
-    plain = make_tokenizer(family)(text.replace("HERE", placeholder), add_special_tokens=False)["input_ids"]
+    plain = vision_tokenizer(family)(text.replace("HERE", placeholder), add_special_tokens=False)["input_ids"]
     expanded, spans = processor.expand(plain, pictures)
     inputs = processor.pixels(pictures)
     assert expanded.dtype == np.int32
@@ -105,12 +106,13 @@ def test_a_row_with_more_or_fewer_places_than_pictures_is_refused(processor):
 
 def test_ids_that_stand_for_pixels_are_banned(family, processor):
     expected = {"<image>"} if family == "llava" else {"<|image_pad|>", "<|video_pad|>"}
-    assert set(processor.banned_ids) == {VOCAB[name] for name in expected}
+    tokenizer = vision_tokenizer(family)
+    assert set(processor.banned_ids) == {tokenizer.convert_tokens_to_ids(name) for name in expected}
     assert processor.reserved_ids[0] == processor.placeholder_id
 
 
 def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
-    folder = vision_folder(tmp_path, has_weights=False)
+    folder = make_vision_model(tmp_path, "qwen2_5_vl")
     processor = load_processor(folder, BOUNDS)
     assert processor.name == "Qwen2VLImageProcessorPil"
     assert load_processor(folder, BOUNDS).digest == processor.digest
@@ -122,14 +124,14 @@ def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
 
 
 def test_without_min_pixels_the_models_own_bound_holds(tmp_path):
-    folder = vision_folder(tmp_path, has_weights=False)
+    folder = make_vision_model(tmp_path, "qwen2_5_vl")
     processor = load_processor(folder, ImagesConfig(max_pixels=50_000))
     assert processor.call_kwargs == {"size": {"shortest_edge": 3136, "longest_edge": 50_000}}
     assert load_processor(folder, ImagesConfig(max_pixels=1000)).call_kwargs["size"]["shortest_edge"] == 1000
 
 
 def test_other_families_and_folders_without_a_processor_are_refused_by_name(tmp_path):
-    folder = vision_folder(tmp_path / "a", has_weights=False)
+    folder = make_vision_model(tmp_path / "a", "qwen2_5_vl")
     config = folder / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type": "qwen2_5_vl"', '"model_type": "gemma3"'))

@@ -6,6 +6,7 @@ import os
 
 import httpx
 import pytest
+import torch
 
 from tidemill.common.errors import MachineFaultError, StoreError
 from tidemill.common.process import shortage
@@ -62,6 +63,12 @@ def raised_from(cause: BaseException, error: BaseException) -> BaseException:
 def test_an_exception_says_what_the_machine_is_short_of_or_that_it_is_not(error, number):
     assert shortage_number(error) == number
     assert is_machine_fault(error) is bool(number)
+
+
+def test_torch_says_by_its_text_that_memory_is_short():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert shortage_number(caught.value) == errno.ENOMEM
 
 
 def test_a_chain_of_exceptions_may_be_a_ring():

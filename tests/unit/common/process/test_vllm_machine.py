@@ -24,6 +24,7 @@ from tidemill.common.process.vllm_machine import (
     check_records,
     machine_arguments,
     machine_environment,
+    seeing_environment,
 )
 from tidemill.services.console.check.preflight import _check_engine
 from tidemill.services.reward.remote.serving import check_local, server_command, server_environment
@@ -183,3 +184,9 @@ def test_torchvision_is_on_the_path_of_an_engine_with_pictures_and_its_processes
     add_torchvision("images")
     assert sys.path[-1] == str(no_torchvision)
     assert os.environ["PYTHONPATH"] == f"/theirs{os.pathsep}{no_torchvision}"
+
+
+def test_servers_of_a_judge_that_sees_have_torchvision_on_their_path_where_it_is_here(no_torchvision):
+    assert seeing_environment({"A": "1"}) == {"A": "1"}
+    no_torchvision.mkdir()
+    assert seeing_environment({"A": "1"}) == {"A": "1", "PYTHONPATH": str(no_torchvision)}

@@ -229,6 +229,22 @@ def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mis
     assert "vllm, which is not installed" in str(caught.value) and "cannot reach Redis" in str(caught.value)
 
 
+def test_the_oracle_plays_the_first_rows_and_is_not_asked_where_there_are_none(run_files, monkeypatch):
+    asked = []
+
+    def check_environment(config: RunConfig, rows: list[Row], plays_oracle: bool = False) -> list[str]:
+        asked.append((len(rows), plays_oracle))
+        return []
+
+    monkeypatch.setattr(preflight, "check_environment", check_environment)
+    overrides = ["rollout.environment.use=x.py:Env", "rollout.environment.oracle=x.py:oracle"]
+    examine(run_files, overrides, calls_reward=True)
+    (run_files.parent / "train.jsonl").unlink()
+    with pytest.raises(ConfigError):
+        examine(run_files, overrides, calls_reward=True)
+    assert asked == [(3, True), (0, False)]
+
+
 def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer(run_files: Path) -> None:
     run_files.write_text(run_files.read_text().replace("steps: 5, groups_per_step: 4", "groups_per_step: 2"))
     findings = examine(run_files, ["trainer.epochs=4", "trainer.checkpoint_every=0"])

@@ -1,10 +1,12 @@
 """What `tidemill check` says of the values that reward functions get."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tidemill.common.data.dataset import Row
+from tidemill.common.images.sources import ImageSource
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 
 
@@ -34,6 +36,8 @@ def test_source_and_keys_are_shown_too() -> None:
     lines = describe_arguments(row(42, level=3, split="train"))
     assert lines[1:] == ["data_source: 'math' (str)", "extra_info: level, split"]
     assert describe_arguments(row(42))[2] == "extra_info: no keys of the data"
+    seen = replace(row(42), images=(ImageSource(path="a.png"),))
+    assert describe_arguments(seen)[3] == "images: 1, for functions that name images"
 
 
 def test_rows_whose_truths_are_of_another_type_or_missing_are_counted() -> None:

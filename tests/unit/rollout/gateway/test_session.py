@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import run_config
-from tests.support.scripted_model import END, ByteChat
+from tests.support.scripted_model import END, ByteChat, call_line
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire.messages import Lane, SamplingParams, Trajectory
 from tidemill.common.wire.segments import Session
@@ -20,7 +20,7 @@ from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
-from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 from tidemill.services.trainer.groups.sample import make_sample
 
 CHAT = ByteChat()
@@ -509,6 +509,55 @@ async def test_a_question_that_comes_again_after_its_answer_was_read_is_another_
     assert (trained(run), unread(run)) == (["firstend", "second"], [])
 
 
+async def open_call(run: Run, text: str, *messages: Message) -> list[Message]:
+    """A turn in which the model says this and calls a tool; the history with the tool's result."""
+    answer = await run.turn(f"{text}{call_line('add')}", *messages, is_retry=False)
+    result = {"role": "tool", "content": "7", "tool_call_id": answer["tool_calls"][0]["id"]}
+    return [*messages, answer, result]
+
+
+@pytest.mark.parametrize("then", ["ends", "goes back", "samples"])
+async def test_calls_that_were_open_where_an_agent_began_again_are_not_trained(then: str) -> None:
+    """A program whose agent fails where a proxy has lost an answer begins a new one."""
+    run = Run(repeated_requests="sample" if then == "samples" else "retry")
+    with_result = await open_call(run, "first", USER)
+    with_lost = await open_call(run, "lost", *with_result)
+    await open_call(run, "second", USER)
+    if then == "goes back":
+        await run.turn("end", *with_lost, is_retry=False)
+    texts = [text.replace(call_line("add"), " ") for text in trained(run)]
+    expected = {
+        "ends": (["first ", "second "], [("asked_again", "lost")]),
+        "goes back": (["second ", "first lost end"], []),
+        "samples": (["first lost ", "second "], []),
+    }
+    assert (texts, unread(run)) == expected[then]
+
+
+@pytest.mark.parametrize("asked", [{"messages": SUB}, {"messages": [], "prompt": "go"}])
+async def test_an_agent_that_begins_again_leaves_the_open_calls_of_others(asked: dict[str, Any]) -> None:
+    run = Run()
+    await open_call(run, "call", USER)
+    messages = asked.pop("messages")
+    answer = await run.turn("first", *messages, **asked)
+    after = {"prompt": "gofirst on"} if asked else {}
+    await run.turn("end", *messages, *([] if asked else [answer, ON]), **after)
+    await run.turn("second", *messages, **asked, is_retry=False)
+    assert unread(run) == [] and len(trained(run)) == 3
+
+
+async def test_calls_that_were_open_count_until_the_agent_that_began_again_has_an_answer() -> None:
+    run = Run()
+    with_result = await open_call(run, "first", USER)
+    await open_call(run, "last", *with_result)
+    asking = await run.begin(USER, is_retry=False)
+    run.asked[-1].say("lost")
+    run.session.note_lost(await asking)
+    assert unread(run) == [("not_delivered", "lost")]
+    await run.session.answer(Question((USER,)), is_retry=False)
+    assert unread(run) == [("asked_again", "last")]
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_stream_that_the_client_took_for_whole_before_its_end_is_not_trained(
     is_streamed: bool,
@@ -585,3 +634,13 @@ async def test_a_client_that_shortens_its_history_step_by_step_goes_on() -> None
         statuses.append(refused.value.status)
     assert statuses == [400, 400]
     assert (await run.turn("ok", USER))["content"] == "ok" and run.came_to.end == "done"
+
+
+async def test_a_long_question_is_answered_where_the_machine_can_start_no_thread(monkeypatch):
+    async def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("asyncio.to_thread", refuse)
+    run = Run(max_model_len=2 * LONG_CHARACTERS)
+    answer = await run.turn("ok", USER | {"content": "x" * LONG_CHARACTERS})
+    assert answer["content"] == "ok"

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.vision import VOCAB, chat_template, file_of, make_tokenizer, noise, vision_folder
+from examples.small_vision_models import SMALL_FAMILIES, make_vision_model, vision_tokenizer
+from tests.support.vision import file_of, noise
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.data.dataset import Row
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.images import door as door_module
 from tidemill.common.images.door import ImageDoor
+from tidemill.common.images.fetching import Fetched
 from tidemill.common.images.processor import load_processor
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
@@ -20,13 +23,25 @@ from tidemill.common.wire.images import collapse
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, StreamedPrompts, encode_rows
 from tidemill.services.trainer.batch.row_pictures import RowPictures
 
-PLACE = VOCAB["<|image_pad|>"]
+FAMILY = "qwen2_5_vl"
+WORDS = ("w1", "w2", "user", "assistant")
+
+
+def make_tokenizer() -> Any:
+    return vision_tokenizer(FAMILY, WORDS)
+
+
+def id_of(token: str) -> int:
+    return int(make_tokenizer().convert_tokens_to_ids(token))
+
+
+PLACE = id_of("<|image_pad|>")
 QUESTION = "<image>w1 w2"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return vision_folder(tmp_path / "model", has_weights=False)
+    return make_vision_model(tmp_path / "model", FAMILY, words=WORDS)
 
 
 def pictures_of(folder: Path, **fields: Any) -> RowPictures:
@@ -35,7 +50,7 @@ def pictures_of(folder: Path, **fields: Any) -> RowPictures:
     run.mkdir(exist_ok=True)
     store = ImageStore(run)
     door = ImageDoor(config, store, store.folder)
-    return RowPictures(config, door, load_processor(folder, config), make_tokenizer("qwen2_5_vl"))
+    return RowPictures(config, door, load_processor(folder, config), make_tokenizer())
 
 
 def section(**fields: Any) -> DataConfig:
@@ -51,7 +66,7 @@ def row(number: int, *sizes: tuple[int, int], prompt: Any = QUESTION, content: b
 
 def encode(folder: Path, *rows: Row, data: DataConfig | None = None, **fields: Any) -> list[Prompt]:
     pictures = pictures_of(folder, **fields)
-    return encode_rows(list(rows), make_tokenizer("qwen2_5_vl"), data or section(), pictures)
+    return encode_rows(list(rows), make_tokenizer(), data or section(), pictures)
 
 
 def test_a_prompt_has_all_tokens_of_its_pictures_and_says_where_they_are(folder):
@@ -63,12 +78,12 @@ def test_a_prompt_has_all_tokens_of_its_pictures_and_says_where_they_are(folder)
     ]
     for image in prompt.images:
         assert set(prompt.ids[image.first : image.end].tolist()) == {PLACE}
-        assert prompt.ids[image.first - 1] == VOCAB["<|vision_start|>"]
-        assert prompt.ids[image.end] == VOCAB["<|vision_end|>"]
+        assert prompt.ids[image.first - 1] == id_of("<|vision_start|>")
+        assert prompt.ids[image.end] == id_of("<|vision_end|>")
         png = ImageStore(folder.parent / "run").read(image)
         assert np.array_equal(len(png), image.num_bytes)
     assert (prompt.ids == PLACE).sum() == 12
-    plain = make_tokenizer("qwen2_5_vl")(prompt.text, add_special_tokens=False)["input_ids"]
+    plain = make_tokenizer()(prompt.text, add_special_tokens=False)["input_ids"]
     assert collapse(prompt.ids, prompt.images, PLACE).tolist() == plain
     assert prompt.ticket_fields()["images"] == prompt.images
     (simple,) = encode(folder, row(0, (56, 56)))
@@ -102,21 +117,42 @@ def test_a_row_that_cannot_be_had_is_left_out_alone_with_its_reason(folder, brok
         encode(folder, row(0, (4, 4)), broken, max_per_prompt=2, broken="error")
 
 
+def test_a_url_that_failed_is_asked_again_until_a_run_goes_on_without_it(folder, monkeypatch):
+    fetched = []
+
+    def fetch(url: str, _: ImagesConfig) -> Fetched:
+        fetched.append(url)
+        raise BrokenImageError("status 404")
+
+    monkeypatch.setattr(door_module, "fetch", fetch)
+    images = (ImageSource(url="http://a.example/gone"),)
+    gone = Row(QUESTION, "", "2", {}, 1, "line 2", images=images)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="status 404"):
+            encode(folder, row(0, (4, 4)), gone, broken="error")
+    assert len(fetched) == 2
+    for _ in range(2):
+        assert [prompt.row for prompt in encode(folder, row(0, (4, 4)), gone)] == [0]
+    assert len(fetched) == 3
+
+
 def test_where_no_row_is_left_the_first_reason_is_the_error(folder):
     with pytest.raises(ConfigError, match=r"line 2: .*none of PNG.* No row is left"):
         encode(folder, row(1, (4, 4), content=b"<html>"))
 
 
 def test_two_pictures_without_text_between_are_refused(folder):
-    tokenizer = make_tokenizer("qwen2_5_vl")
-    tokenizer.chat_template = chat_template("<|image_pad|>")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        SMALL_FAMILIES[FAMILY].picture_text, "<|image_pad|>"
+    )
     rows = [row(0, (4, 4)), row(1, (4, 4), (4, 4), prompt="<image><image>")]
     prompts = encode_rows(rows, tokenizer, section(), pictures_of(folder))
     assert [prompt.row for prompt in prompts] == [0]
 
 
 def test_a_template_that_writes_no_placeholder_is_refused(folder):
-    tokenizer = make_tokenizer("qwen2_5_vl")
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"writes no placeholder \(<\|image_pad\|>\)"):
         encode_rows([row(0, (4, 4))], tokenizer, section(), pictures_of(folder))
@@ -148,7 +184,7 @@ def test_other_pixels_or_another_bound_are_another_fingerprint(folder):
 
 def test_streamed_rows_give_the_same_prompts_also_after_their_files_are_gone(folder, tmp_path):
     pictures = pictures_of(folder)
-    tokenizer = make_tokenizer("qwen2_5_vl")
+    tokenizer = make_tokenizer()
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     rows = []
     for number, path in enumerate(paths):

@@ -1,5 +1,6 @@
 """What is wrong with a sample's pictures is found as it is read; tries tell pictures apart."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from examples.small_vision_models import make_vision_model
 from tests.support.picture_samples import PictureMaker, png_of
 from tests.support.trajectories import make_trajectory
-from tidemill.common.wire.images import Image
+from tidemill.common.store import ClaimStore, claims, resolved
+from tidemill.common.wire.images import PICTURES_FAULT, Image
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.groups.pictures import PictureCheck
 from tidemill.services.trainer.groups.sample import make_sample
@@ -65,6 +67,27 @@ def test_a_damaged_file_is_a_fault_of_its_samples(maker: PictureMaker, tmp_path:
         assert "does not match its digest" in fault_of(maker, trajectory)
     finally:
         path.write_bytes(whole)
+
+
+async def test_a_picture_that_alone_cannot_be_read_fails_its_samples_and_says_so(
+    maker: PictureMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claims, "LAST_PAUSE_S", 0.02)
+    reader = ClaimStore(tmp_path)
+    reader.check_pictures = PictureCheck(maker.store, maker.processor).fault_of
+    trajectory = trajectory_of(maker)
+    path = maker.store.folder / f"{trajectory.images[1].digest}.png"
+    aside = path.rename(path.with_suffix(".aside"))
+    path.mkdir()
+    try:
+        async with asyncio.timeout(60):
+            failed = await resolved(reader, trajectory)
+    finally:
+        path.rmdir()
+        aside.rename(path)
+    assert failed.fault.startswith(PICTURES_FAULT) and str(path) in failed.fault
+    assert (await resolved(reader, trajectory)).fault == ""
 
 
 def test_placeholders_that_no_picture_has_are_a_fault(maker: PictureMaker) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.training import trainer_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.diagnostics import CHECKS, HealthyRange
-from tidemill.common.config.loading import _field_paths
+from tidemill.common.config.problems import _field_paths
 from tidemill.common.errors import ConfigError
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics, time_advice

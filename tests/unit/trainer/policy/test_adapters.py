@@ -37,6 +37,7 @@ from tests.support.models import (
 from tests.support.versions import write_version
 from tidemill.common.config.trainer import LoraConfig, TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import StorageError
 from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy import adapters
@@ -251,6 +252,17 @@ def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_pa
     assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     loaded = PeftModel.from_pretrained(make_model().double(), folder).merge_and_unload().requires_grad_(True)
     assert_same_logprobs(policy, make_policy(torch.float64, model=loaded), samples)
+
+
+def test_a_disk_that_takes_no_adapters_is_waited_for_as_for_the_weights(tmp_path):
+    policy = make_policy(**LORA)
+    policy.compare_weights()
+    (tmp_path / "adapter").touch()  # no folder can be made here
+    written = policy.begin_writing(tmp_path, 1, -1)
+    with pytest.raises(StorageError, match="files beside version 1"):
+        written.result()
+    (tmp_path / "adapter").unlink()
+    assert policy.begin_writing(tmp_path, 1, -1).result()
 
 
 def test_gradient_checkpointing_changes_no_gradient_of_adapters():

@@ -1,5 +1,6 @@
 """Samples with pictures: their numbers are those of transformers' own pass over each of them alone."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
+from tests.support.allocations import peak_bytes
 from tests.support.models import (
     gradients_of,
     load_state,
@@ -17,8 +19,11 @@ from tests.support.models import (
 )
 from tests.support.picture_samples import IMAGES, PictureMaker, compute_in_float64, png_of
 from tidemill.common.config.images import ImagesConfig
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, RefusedError
+from tidemill.common.images.store import ImageStore
+from tidemill.common.wire.images import Image
 from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy import images
 from tidemill.services.trainer.policy.layers import body_of, tower_of
 from tidemill.services.trainer.policy.options import PictureSettings
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
@@ -42,6 +47,19 @@ def logprobs_by_key(policy: TransformersPolicy, samples: list[Sample]) -> dict[t
     parts, _ = policy._deal_groups(samples)
     scored = policy._score_all(parts, policy.scorer, 1.0)
     return {sample.key: scores["logprobs"] for sample, scores in zip(samples, scored, strict=True)}
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Digests of the pictures that are read from stores from now on."""
+    digests: list[str] = []
+    read = ImageStore.read
+
+    def note(store: ImageStore, image: Image) -> bytes:
+        digests.append(image.digest)
+        return read(store, image)
+
+    monkeypatch.setattr(ImageStore, "read", note)
+    return digests
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -188,6 +206,16 @@ def test_adapters_of_a_tower_are_refused(maker: PictureMaker) -> None:
         maker.policy(lora={"rank": 2, "target_modules": [name]})
 
 
+def test_a_checkpoint_with_adapters_on_the_tower_is_refused_by_name(maker: PictureMaker) -> None:
+    lora = {"rank": 2, "target_modules": "all-linear"}
+    state = maker.policy(lora=lora).state()
+    name = next(name for name in state.tensors if "language_model" in name and "lora_A" in name)
+    of_tower = name.replace("language_model", "a_tower")
+    state.tensors[of_tower] = state.tensors[name].clone()
+    with pytest.raises(ConfigError, match=r"1 of its weights do not fit the model \(.*a_tower"):
+        load_state(maker.policy(lora=lora), state)
+
+
 def test_a_run_goes_on_to_the_same_bits_from_a_checkpoint(maker: PictureMaker, tmp_path: Path) -> None:
     samples = maker.samples()
     policy = maker.policy(torch.float32, train_tower=True)
@@ -214,13 +242,87 @@ def test_a_checkpoint_of_another_processor_is_refused(maker: PictureMaker) -> No
         maker.settings = settings
 
 
-def test_a_sample_that_has_its_picture_twice_reads_it_once(maker: PictureMaker) -> None:
+def test_a_sample_that_has_its_picture_twice_reads_it_once(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = png_of(7)
     sample = maker.sample((0, 0), [picture, picture], seed=9)
+    digests = note_reads(monkeypatch)
     mine = logprobs_by_key(maker.policy(), [sample])
+    assert digests == [sample.images[0].digest]
     with torch.no_grad():
         expected = maker.plain_logprobs(maker.plain_model(), sample).numpy()
     np.testing.assert_allclose(mine[0, 0], expected, atol=1e-12, rtol=0.0)
+
+
+def test_a_steps_memory_does_not_grow_with_its_pictures(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight large pictures a sample: a pass has two samples of those there are. Pixels that are kept for the
+    next passes have a bound of their own."""
+    monkeypatch.setattr(images, "CACHED_BYTES", 0)
+    pictures = [png_of(seed, 112, 112) for seed in range(16)]
+    pairs = [pictures[first : first + 8] for first in range(8)]
+    samples = [maker.sample((n, 0), of_sample, seed=n) for n, of_sample in enumerate(pairs)]
+    size = 2 * samples[0].num_tokens
+    policy = maker.policy(torch.float32, train_tower=True, micro_batch_tokens=size)
+    policy.accumulate(one_batch(samples[:1]))  # gradients are there from now on
+    peaks = []
+    for num, num_passes in ((2, 1), (8, 4)):
+        batch = one_batch(samples[:num])
+        assert len(policy._plan(batch.samples)) == num_passes
+        peaks.append(peak_bytes(partial(policy.accumulate, batch)))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_a_picture_counts_once_a_pass_for_what_the_tower_does(maker: PictureMaker) -> None:
+    samples = maker.samples()
+    sums = maker.policy().accumulate(one_batch(samples))
+    counts = {image.digest: image.num_tokens for sample in samples for image in sample.images}
+    assert len(counts) == 4
+    assert sums.picture_tokens == sum(counts.values())
+    assert sums.picture_pairs == sum(count**2 for count in counts.values())
+
+
+def test_pixels_that_are_not_kept_are_read_again(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = maker.samples()
+    policy = maker.policy()
+    first = logprobs_by_key(policy, samples)
+    digests = note_reads(monkeypatch)
+    kept = logprobs_by_key(policy, samples)
+    assert not digests
+    monkeypatch.setattr(images, "CACHED_BYTES", 0)
+    not_kept = logprobs_by_key(policy, samples)
+    # All but perhaps that which was kept until then.
+    assert len(set(digests)) >= 3
+    for key, logprobs in first.items():
+        np.testing.assert_array_equal(kept[key], logprobs)
+        np.testing.assert_array_equal(not_kept[key], logprobs)
+
+
+def test_a_store_that_is_away_is_waited_for_and_one_that_refuses_the_keys_is_not(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = maker.sample((0, 0), [png_of(8)])
+    away = maker.store.folder.with_name("away")
+
+    def come_back(pause_s: float) -> None:
+        away.rename(maker.store.folder)
+
+    maker.store.folder.rename(away)
+    with monkeypatch.context() as clock:
+        clock.setattr(images.time, "sleep", come_back)
+        assert np.isfinite(logprobs_by_key(maker.policy(), [sample])[0, 0]).all()
+
+    def refuse(store: ImageStore, image: Image) -> bytes:
+        raise RefusedError("it refuses this process's keys")
+
+    monkeypatch.setattr(ImageStore, "read", refuse)
+    monkeypatch.setattr("tidemill.common.store.claims.REFUSED_S", 0.0)
+    with pytest.raises(ConfigError, match="refuses this process's keys"):
+        logprobs_by_key(maker.policy(), [sample])
 
 
 def test_half_precision_computes_about_the_same(maker: PictureMaker) -> None:

@@ -281,10 +281,10 @@ def test_passes_are_chosen_from_fast_to_small_and_what_is_set_is_kept():
 def test_what_does_not_fit_is_said_with_what_to_set():
     big = replace(SIZES, parameters=4 * 10**9)
     machine = Machine(gpus=8, gpu_bytes=40 * GIB)
-    fit = examine_fit(config_of(), model_of(1e3, big), machine)
-    assert "the trainer takes" in fit.problems[0] and "AdamW moments 29.8" in fit.problems[0]
-    assert fit.settings["trainer.num_ranks"] == 4
-    assert fit.settings["trainer.gradient_checkpointing"] is False
+    answer = examine_fit(config_of(), model_of(1e3, big), machine)
+    assert "the trainer takes" in answer.problems[0] and "AdamW moments 29.8" in answer.problems[0]
+    assert answer.settings["trainer.num_ranks"] == 4
+    assert answer.settings["trainer.gradient_checkpointing"] is False
     assert not find_settings(config_of(), model_of(1e3, big), machine).problems
     none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
     assert none.settings == {} and "the trainer takes" in none.problems[-1]
@@ -302,13 +302,13 @@ def test_what_does_not_fit_is_said_with_what_to_set():
 def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
     big = replace(SIZES, parameters=10**9)
     machine = Machine(1, 24 * GIB)
-    fit = examine_fit(config_of(), model_of(1.0, big), machine)
-    assert fit.problems == () and fit.takes_turns
-    assert fit.trainer is not None and 0.15 * 24 * GIB < fit.trainer.peak < usable(24 * GIB) - 2 * GIB
+    answer = examine_fit(config_of(), model_of(1.0, big), machine)
+    assert answer.problems == () and answer.takes_turns
+    assert answer.trainer is not None and 0.15 * 24 * GIB < answer.trainer.peak < usable(24 * GIB) - 2 * GIB
     at_once = examine_fit(config_of(trainer_gpus="shared"), model_of(1.0, big), machine)
     assert at_once.problems and not at_once.takes_turns
-    assert fit.host.parts["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
-    assert fit.host.parts["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
+    assert answer.host.parts["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
+    assert answer.host.parts["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
     full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
     assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
     several = examine_fit(
@@ -325,9 +325,9 @@ def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_t
     assert small.parts["AdamW moments"] == 8000, "never more than without"
     host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
     assert host.parts["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
-    fit = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
-    assert fit.problems and fit.settings["trainer.offload_optimizer"] is True
-    assert "trainer.lora" not in fit.settings
+    answer = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
+    assert answer.problems and answer.settings["trainer.offload_optimizer"] is True
+    assert "trainer.lora" not in answer.settings
 
 
 def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_advised_for_long_ones():
@@ -357,8 +357,8 @@ def test_a_request_is_answered_from_config_json_alone():
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
     machine = {"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}
-    fit = report({"config": tree, "machine": machine})
-    assert not fit["problems"] and (fit["ranks"], fit["engines"]) == (1, 1)
+    answer = report({"config": tree, "machine": machine})
+    assert not answer["problems"] and (answer["ranks"], answer["engines"]) == (1, 1)
     tree["model"]["path"] = str(MODELS)
     with pytest.raises(ConfigError, match=r"config\.json"):
         report({"config": tree, "machine": machine})
@@ -459,3 +459,34 @@ def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     assert activations[0] == 12_000 * sizes.tower_layer_bytes < activations[1]
     assert takes[0].parts["AdamW moments"] == 8.0 * (sizes.parameters - sizes.tower)
     assert takes[1].parts["AdamW moments"] == text.parts["AdamW moments"] == 8.0 * sizes.parameters
+    # Ranks that share a pass have its tokens in parts, and each of them all its pictures.
+    shared = {"num_ranks": 2, "context_ranks": 2}
+    of_two = RunConfig.model_validate(tree | {"images": {}, "trainer": shared})
+    take_of_two = trainer_take(of_two, sizes, 80 * GIB, 3000, recomputed=False)
+    assert take_of_two.parts["pixels of pictures"] == 2 * takes[0].parts["pixels of pictures"]
+    assert take_of_two.parts["activations of the tower"] == 2 * activations[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "patch", "frames", "largest"),
+    [("qwen2_5_vl", 14, 2, 1280), ("qwen3_vl", 16, 2, 980), ("llava", 14, 1, 16)],
+)
+def test_an_engine_takes_what_the_pictures_of_a_step_do_or_the_largest_one(
+    family: str, patch: int, frames: int, largest: int
+) -> None:
+    sizes = count_sizes(vision_model(family, vision_tokenizer(family)), torch.bfloat16, WIDTH)
+    tree: dict[str, Any] = {"model": {"path": "x", "dtype": "bfloat16"}, "data": {"train": "x"}}
+    text = engine_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 1)
+    for scheduled, num_tokens in ((2048, 2048), (8, largest)):
+        rollout = {"vllm": {"extra": {"max_num_batched_tokens": scheduled}}}
+        config = RunConfig.model_validate(tree | {"images": {}, "rollout": rollout})
+        take = engine_take(config, sizes, 80 * GIB, 1)
+        num_patches = num_tokens * (1 if family == "llava" else 4)
+        parts = {
+            "pixels of pictures": num_patches * patch**2 * frames * 3 * 4.0,
+            "activations of the tower": num_patches * sizes.tower_layer_bytes,
+            # Qwen3-VL's tower has one level more.
+            "features of pictures": num_tokens * 2.0 * sizes.hidden * (2 if family == "qwen3_vl" else 1),
+        }
+        assert take.parts == text.parts | parts
+        assert text.room - take.room == pytest.approx(sum(parts.values()))

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+from examples.small_vision_models import vision_model, vision_tokenizer
 from tests.support.architectures import make_model
 from tests.support.models import make_policy, make_samples, one_batch, tiny_llama, train
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.metrics.step_metrics import usage_metrics
 from tidemill.services.trainer.policy.attention import head_size, value_size
+from tidemill.services.trainer.policy.layers import tower_of
 from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, num_attending
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
@@ -36,6 +38,26 @@ def test_of_experts_those_count_that_a_token_uses():
         return count_flops(model).token
 
     assert of(2) - of(1) == 6 * 3 * 16 * 8
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_tower_counts_by_its_patches_and_their_pairs(is_trained: bool) -> None:
+    """A token of Qwen2.5-VL stands for 4 patches of 14 x 14 in 2 frames and 3 colours. Layers: queries, keys,
+    values and output 64 x 64, gate, up and down 64 x 96; a patch attends to a window of 16, in the second
+    layer to all of its picture. The merger multiplies by 256 x 256 and 256 x 64."""
+    model = vision_model("qwen2_5_vl", vision_tokenizer("qwen2_5_vl"))
+    for section in tower_of(model):
+        section.requires_grad_(is_trained)
+    flops = count_flops(model)
+    each = 6 if is_trained else 2
+    of_patch = 3 * 2 * 14 * 14 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96)
+    window = 2 * each * 64 * 16
+    assert flops.picture_token == 4 * (each * of_patch + window) + each * (256 * 256 + 256 * 64)
+    assert flops.picture_pair == 2 * each * 64 * 16
+    assert flops.of(Sums(picture_tokens=10, picture_pairs=52)) == (
+        10 * flops.picture_token + 52 * flops.picture_pair
+    )
+    assert count_flops(tiny_llama()).picture_token == 0.0
 
 
 def test_what_rows_share_and_padding_are_no_work():

@@ -40,8 +40,8 @@ def test_the_best_version_is_kept_and_named_in_best_json(tmp_path):
     for version, score in ((0, 0.1), (5, 0.7), (10, 0.7), (15, math.nan), (20, 0.6)):
         best.consider(version, {"test": {"score": score}})
     assert best.in_use == {5}
-    record = json.loads((tmp_path / "best.json").read_text())
-    assert (record["version"], record["value"], record["weights"]) == (5, 0.7, "weights/v00000005")
+    best_json = json.loads((tmp_path / "best.json").read_text())
+    assert (best_json["version"], best_json["value"], best_json["weights"]) == (5, 0.7, "weights/v00000005")
 
 
 def test_a_metric_is_the_mean_over_datasets_or_that_of_one(tmp_path):
