@@ -177,9 +177,9 @@ class RunConfig(Section):
                 yield f"images: reward.rewards.{name} would score without the pictures: {problem}"
             elif not environment.is_single_turn and reward.kind in SEEING_PROMPTS:
                 yield (
-                    f"images: reward.rewards.{name} would score sessions without the pictures of later turns, "
-                    "as judges and reward models get those of the prompt alone. Take a function, or the "
-                    "environment's own reward"
+                    f"images: reward.rewards.{name} would score sessions without the pictures of later "
+                    "turns, as judges and reward models get those of the prompt alone. Take a function, or "
+                    "the environment's own reward"
                 )
         if self.data.chat_template == "never":
             yield (
