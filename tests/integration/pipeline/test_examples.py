@@ -23,7 +23,6 @@ from tidemill.common.run.state import METRICS_FILE, PROFILES, STEP, read_records
 from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.look.sessions import PICTURE
 
-
 SHORT = {"trainer__loggers": "[]", "streams__trim": "false"}
 
 
