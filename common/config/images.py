@@ -16,7 +16,7 @@ class ImagesConfig(Section):
     max_pixels: int = Field(1_003_520, ge=1, le=1 << 26)
     """Larger pictures are reduced to so many pixels."""
     max_per_prompt: int = Field(8, ge=1, le=256)
-    """Most pictures of a prompt."""
+    """Most pictures of a prompt, and of the history of a session."""
     max_file_mb: float = Field(20.0, gt=0.0, le=1024.0)
     """Larger files, and answers of a URL, are refused."""
     fetch_timeout_s: float = Field(30.0, gt=0.0, le=3600.0)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.environment import OPENENV
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.reward import RewardConfig, blind_because, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
@@ -112,6 +113,8 @@ class ExpectConfig(Section):
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 """Beginning of the reason why an option is refused that compares with rollout logprobs."""
+SEEING_PROMPTS = ("judge", "model")
+"""Kinds of rewards that get the pictures of a prompt, and none that a session shows later."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -157,15 +160,27 @@ class RunConfig(Section):
                 )
             return
         environment = self.rollout.environment
-        if not environment.is_single_turn:
+        if environment.use.startswith(OPENENV):
             yield (
-                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
-                f"{environment.use}; take single_turn, or leave out `images`"
+                f"images: rollout.environment.use is {environment.use}, and the observations of OpenEnv's "
+                "servers are read as text: a picture in one would not be seen. Write a class that asks the "
+                "server, or leave out `images`"
+            )
+        if not environment.is_single_turn and not self.rollout.engine_traits.loads_model:
+            yield (
+                "images: tokens of pictures that a session shows are counted by the model's processor, and "
+                f"rollout.engine {self.rollout.engine} loads no model; take transformers or vllm"
             )
         for name, reward in self.reward.named.items():
             problem = blind_because(reward, self.servers)
             if problem:
                 yield f"images: reward.rewards.{name} would score without the pictures: {problem}"
+            elif not environment.is_single_turn and reward.kind in SEEING_PROMPTS:
+                yield (
+                    f"images: reward.rewards.{name} would score sessions without the pictures of later "
+                    "turns, as judges and reward models get those of the prompt alone. Take a function, or "
+                    "the environment's own reward"
+                )
         if self.data.chat_template == "never":
             yield (
                 "images: the places of pictures are written by the chat template, and data.chat_template is "

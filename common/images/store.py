@@ -9,9 +9,10 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import structlog
 import xxhash
@@ -32,6 +33,7 @@ from tidemill.common.wire.images import Image
 
 log = structlog.get_logger(__name__)
 
+Used = TypeVar("Used")
 IMAGES_FOLDER = "images"
 """Name of the folder of pictures in the run's folder."""
 NUM_THREADS = 4
@@ -152,11 +154,21 @@ async def read_images(store: ImageStore, images: Sequence[Image]) -> list[bytes]
         BrokenImageError: a picture is missing or damaged, or cannot be read while others can.
         ConfigError: the store refuses the keys of this process.
     """
+    return await waiting(store, lambda: [store.read(image) for image in images])
+
+
+async def waiting(store: ImageStore, use: Callable[[], Used]) -> Used:
+    """What `use` returns, which reads or writes pictures, on a thread; again while the store is away.
+
+    Raises:
+        BrokenImageError: a picture cannot be read while others can; and what `use` raises.
+        ConfigError: the store refuses the keys of this process.
+    """
     pause_s = FIRST_PAUSE_S
     refusals = Refusals()
     while True:
         try:
-            return await store.threads.run(lambda: [store.read(image) for image in images])
+            return await store.threads.run(use)
         except StoreError as error:
             if isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S:
                 raise BrokenImageError(str(error)) from error

@@ -160,7 +160,9 @@ def examine_machine(config: RunConfig, runs: Path) -> list[dict[str, Any]]:
 
 def _fields(row: Row | None) -> dict[str, Any] | None:
     names = ("prompt", "data_source", "ground_truth", "extra", "source", "origin")
-    return None if row is None else {name: getattr(row, name) for name in names}
+    if row is None:
+        return None
+    return {name: getattr(row, name) for name in names} | {"num_images": len(row.images)}
 
 
 def _encode(value: Any) -> Any:

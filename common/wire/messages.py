@@ -84,14 +84,10 @@ class PromptFields(Message):
     )
     source: str = Field("", description="the source of `data.train`, or the evaluation set, it is of")
     images: tuple[Image, ...] = Field(
-        (), description="its pictures, by the order of their tokens", exclude_if=lambda images: not images
+        (),
+        description="its pictures, and those of the session after it, by the order of their tokens",
+        exclude_if=lambda images: not images,
     )
-
-    @model_validator(mode="after")
-    def _check_images(self) -> Self:
-        if self.images:
-            check_images(self.images, len(self.prompt_ids))
-        return self
 
 
 FIRST_FILTERS = ("top_p", "top_k")
@@ -149,6 +145,11 @@ class Ticket(PromptFields):
     replaces: int = Field(-1, description="the ticket in whose place this one was issued")
     outcome: Outcome | None = Field(None, description="of the replaced group, where a curriculum wants it")
     issued_at: float = Field(default_factory=time.time)
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        check_images(self.images, [len(self.prompt_ids)])
+        return self
 
 
 class Claim(BaseModel):
@@ -292,6 +293,12 @@ class Trajectory(PromptFields):
         return digest.hexdigest()
 
     @property
+    def prompt_images(self) -> tuple[Image, ...]:
+        """Pictures of the first prompt; of a session `images` has later ones, too."""
+        num_prompt = len(self.prompt_ids)
+        return tuple(image for image in self.images if not image.segment and image.first < num_prompt)
+
+    @property
     def claims(self) -> list[Claim]:
         both = (self.claim, self.choices.claim if self.choices else None)
         return [claim for claim in both if claim is not None]
@@ -317,6 +324,8 @@ class Trajectory(PromptFields):
     def _check_lengths(self) -> Self:
         if self.claim is None:
             check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
+            if self.images:
+                check_images(self.images, [segment.num_tokens for segment in self.segments])
             if self.choices is not None:
                 check_rows(self.choices.rows, self.segments)
         if self.session is not None:

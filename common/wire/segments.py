@@ -95,6 +95,11 @@ class Segment(BaseModel):
         """The loss mask with its default filled in. Shape [T], bool."""
         return np.ones(len(self.completion_ids), dtype=np.bool_) if self.loss_mask is None else self.loss_mask
 
+    @property
+    def num_tokens(self) -> int:
+        """P + T, of prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)

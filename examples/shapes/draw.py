@@ -108,6 +108,7 @@ def write_rows(folder: Path, name: str, questions: Sequence[Question]) -> None:
             "prompt": f"{question.text}<image>",
             "images": [path],
             "ground_truth": question.answer,
+            "seed": number,  # for the game of `game.py`
         }
         lines.append(json.dumps(row) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(lines))

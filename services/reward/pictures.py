@@ -36,7 +36,7 @@ class PictureReader:
 
     async def with_pictures(self, sample: RewardSample) -> RewardSample:
         """The sample with the pictures of its prompt. Raises AttemptError: as `read`."""
-        if not sample.trajectory.images:
+        if not sample.trajectory.prompt_images:
             return sample
         return replace(sample, pictures=await self.read(sample))
 
@@ -48,7 +48,7 @@ class PictureReader:
             AttemptError: one of them is missing or damaged.
         """
         try:
-            return tuple([await self._read(image) for image in sample.trajectory.images])
+            return tuple([await self._read(image) for image in sample.trajectory.prompt_images])
         except BrokenImageError as error:
             raise AttemptError(f"{PICTURES_FAULT}{error}", is_final=True, kind=PICTURES_KIND) from error
         except ConfigError as error:

@@ -10,6 +10,8 @@ names of containers have that uid in place of a run's. It runs in a process of i
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidemill.common.config import RunConfig
@@ -17,14 +19,17 @@ from tidemill.common.config.environment import AGENT, NO_CONTAINERS
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.containers.command import ContainerCommand, EngineAwayError
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
-from tidemill.services.rollout.oracle import make_ticket, play_oracle
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.environments.player import build_stage
+from tidemill.services.rollout.oracle import apart, make_ticket, play_oracle, stand_ins
 from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools, call_of
+from tidemill.services.rollout.sessions.picture_parts import pictures_in
 from tidemill.services.rollout.sessions.player import Played
-from tidemill.services.rollout.sessions.template_chat import open_chat
+from tidemill.services.rollout.sessions.template_chat import content_text, open_chat
 
 SAYS = "ok"
 TURNS = 3
@@ -64,13 +69,18 @@ async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], oracle_ui
     changed = section.model_copy(update={"attempts": 1, "max_turns": min(TURNS, section.max_turns)})
     rollout = config.rollout.model_copy(update={"environment": changed})
     chat = ScriptedChat(open_chat(config))
-    player = EnvironmentPlayer(config.model_copy(update={"rollout": rollout}), lambda ids: "", lambda: chat)
+    folder = TemporaryDirectory()
+    changed_config = apart(config.model_copy(update={"rollout": rollout}))
+    player = build_player(changed_config, lambda ids: "", open_chat=lambda: chat, run_dir=Path(folder.name))
     try:
         await player.start()
-        ticket = make_ticket(config, rows[0], chat)
+        images = await stand_ins(player.pictures, rows[0])
+        ticket = make_ticket(config, rows[0], chat, images=images)
         end = chat.render([{"role": "user", "content": SAYS}])[-1:]
 
-        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        async def ask(
+            ids: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = ()
+        ) -> Generation:
             return Generation(end, [0.0], ((0, 0),), "stop")
 
         return _lines(await player.play(ticket, "check", ask))
@@ -81,6 +91,7 @@ async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], oracle_ui
         ) from None
     finally:
         await player.close()
+        folder.cleanup()
 
 
 async def check_engine(command: str) -> None:
@@ -106,8 +117,15 @@ def _lines(played: Played) -> list[str]:
     for message in session.messages:
         functions = (call["function"] for call in message.get("tool_calls", ()))
         lines += [f"called {function['name']}({function['arguments']})" for function in functions]
-    answers = [str(message["content"]) for message in session.messages if message["role"] != "assistant"]
+    answers = [described(message) for message in session.messages if message["role"] != "assistant"]
     return lines + [f"answered {' '.join(answer.split())[:SHOWN]}" for answer in answers]
+
+
+def described(message: Mapping[str, Any]) -> str:
+    """What an environment's message says and shows."""
+    num_pictures = len(pictures_in(message))
+    count = f" [{num_pictures} pictures]" if num_pictures else ""
+    return f"{content_text(message['content'])}{count}"
 
 
 class ScriptedChat:

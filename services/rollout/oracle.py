@@ -5,14 +5,18 @@ environment has to give that session a reward of 1, and the other one 0. Everyth
 run: the program, its address, the containers, the test.
 """
 
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.users_code import load_users
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Lane, SamplingParams, Ticket
 from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.engines.engine import Generation
@@ -20,11 +24,17 @@ from tidemill.services.rollout.environments import build_player
 from tidemill.services.rollout.environments.environment import chat_of, row_of
 from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools, call_of
 from tidemill.services.rollout.sessions.parts import Recording
+from tidemill.services.rollout.sessions.picture_parts import image_of, with_rows_pictures
 from tidemill.services.rollout.sessions.player import Player
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 FIELD = "rollout.environment.oracle"
 SAYS = "ok"
 """What a model says that does nothing, and one that knows the solution after its last turn."""
+GREY_SIDE = 56
+"""Width and height, in pixels, of what stands for a picture of a row."""
 EXPECTED = {"the solution": 1.0, "nothing": 0.0}
 """Reward that a play has to get."""
 TURNS = (
@@ -84,14 +94,19 @@ async def play_oracle(
     changed = section.model_copy(update={"attempts": 1})
     rollout = config.rollout.model_copy(update={"environment": changed})
     script = OracleChat(chat)
+    folder = TemporaryDirectory()
     player = build_player(
-        config.model_copy(update={"rollout": rollout}), script.decode, open_chat=lambda: script
+        apart(config.model_copy(update={"rollout": rollout})),
+        script.decode,
+        open_chat=lambda: script,
+        run_dir=Path(folder.name),
     )
     problems: list[str] = []
     try:
         await player.start()
         for number, row in enumerate(rows):
-            ticket = make_ticket(config, row, chat, number)
+            images = await stand_ins(player.pictures, row)
+            ticket = make_ticket(config, row, chat, number, images)
             turns = solution_of(oracle, dict(row_of(ticket)), f"{FIELD} {section.oracle}: {row['origin']}")
             for name, said in (("the solution", turns), ("nothing", [])):
                 script.begin(said)
@@ -101,6 +116,7 @@ async def play_oracle(
     finally:
         await player.close()
         await player.containers.close()
+        folder.cleanup()
     if problems:
         raise ConfigError(f"{FIELD} {section.oracle}: {'; '.join(problems)}")
     return [f"{FIELD} {section.oracle}: {len(rows)} rows: the solution got 1, nothing got 0"]
@@ -109,7 +125,7 @@ async def play_oracle(
 async def _problem_of(player: Player, ticket: Ticket, name: str, script: OracleChat, run_uid: str) -> str:
     """Play one session. Returns what is wrong with its reward, if something is."""
 
-    async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+    async def ask(ids: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = ()) -> Generation:
         said = script.say()
         return Generation(said, [0.0] * len(said), ((0, 0),), "stop")
 
@@ -125,17 +141,46 @@ async def _problem_of(player: Player, ticket: Ticket, name: str, script: OracleC
     return f"{name} got {reward_text}, and has to get {EXPECTED[name]:g}"
 
 
-def make_ticket(config: RunConfig, row: Mapping[str, Any], chat: ChatFormat, number: int = 0) -> Ticket:
+def apart(config: RunConfig) -> RunConfig:
+    """The same run, whose pictures go to a folder of this machine and not to the run's store."""
+    return config.model_copy(update={"streams": config.streams.model_copy(update={"claim_check_url": ""})})
+
+
+async def stand_ins(pictures: "SessionPictures | None", row: Mapping[str, Any]) -> list[Image]:
+    """A grey picture in the place of each one of the row: nobody looks at them here."""
+    if pictures is None:
+        return []
+    from PIL import Image as PilImage
+
+    file = io.BytesIO()
+    PilImage.new("RGB", (GREY_SIDE, GREY_SIDE), (128, 128, 128)).save(file, "PNG")
+    reference = await pictures.take(file.getvalue())
+    return [image_of(reference, 0, 1)] * int(row.get("num_images", 0))
+
+
+def make_ticket(
+    config: RunConfig,
+    row: Mapping[str, Any],
+    chat: ChatFormat,
+    number: int = 0,
+    images: Sequence[Image] = (),
+) -> Ticket:
     """A row's ticket as the trainer issues it, except that `prompt_ids` lack the run's system prompt and
-    suffix."""
+    suffix, and have one token for each of `images`."""
     prompt = row["prompt"]
     is_text = isinstance(prompt, str)
+    messages = chat_of(prompt)
+    if config.images is not None:
+        messages = [*with_rows_pictures(messages, images)]
+    prompt_ids = chat.render(messages)
     return Ticket(
         ticket=number,
         step=0,
         min_version=0,
         group_size=1,
-        prompt_ids=chat.render(chat_of(prompt)),
+        prompt_ids=prompt_ids,
+        # In the first places: no engine looks where they are.
+        images=tuple(image.model_copy(update={"first": number}) for number, image in enumerate(images)),
         prompt_text=prompt if is_text else "",
         data_source=row["data_source"],
         ground_truth=row["ground_truth"],

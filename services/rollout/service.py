@@ -28,7 +28,7 @@ async def serve(context: ServiceContext) -> None:
     engine = build_engine(context.config, context.name)
     with context.activity.during(LOAD, "starting the engine"):
         await engine.start()
-    player = build_player(context.config, engine.decode, engine.read)
+    player = build_player(context.config, engine.decode, engine.read, run_dir=context.run_dir)
     try:
         with context.activity.during(LOAD, "loading the environment"):
             await player.start()

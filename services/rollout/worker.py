@@ -69,7 +69,7 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
-from tidemill.common.wire.images import PICTURES_FAULT
+from tidemill.common.wire.images import PICTURES_FAULT, Image
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.containers.names import SessionName, unique_end
@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
+OF_PROMPT = {"prompt_ids", "images"}
+OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - OF_PROMPT
 """Fields that a trajectory copies from its ticket; not the prompt, to which an environment may add."""
 STARTED_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
@@ -299,6 +300,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             failed = Trajectory(
                 **self._of_ticket(ticket, index),
                 prompt_ids=ticket.prompt_ids,
+                images=ticket.images,
                 completion_ids=NO_IDS,
                 logprobs=NO_LOGPROBS,
                 spans=((self.engine.version, 0),),
@@ -322,6 +324,19 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         files = await read_images(self._images, ticket.images)
         return tuple(map(Picture, ticket.images, files))
+
+    async def _pictures_at(
+        self, images: Sequence[Image], of_ticket: Sequence[Picture]
+    ) -> tuple[Picture, ...]:
+        """Pictures of a session, with their bytes: those of its ticket, and others, which were stored before
+        the session named them. Raises like `_read_pictures`."""
+        files = {picture.image.digest: picture.png for picture in of_ticket}
+        missing = [image for image in images if image.digest not in files]
+        if missing:
+            assert self.player.pictures is not None, "only it takes in further pictures"
+            read = await self.player.pictures.read(missing)
+            files |= dict(zip([image.digest for image in missing], read, strict=True))
+        return tuple(Picture(image, files[image.digest]) for image in images)
 
     async def _start_group(self, delivery: Delivery[Ticket]) -> tuple[set[int], dict[bytes, bytes]]:
         """Wait until the engine is new enough for the group. Returns the indices of published samples, and
@@ -406,7 +421,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         faults: dict[int, EnvironmentFaultError | MachineFaultError],
         pictures: tuple[Picture, ...],
     ) -> None:
-        """`history` is that of the weights that the sample begins with, `pictures` those of the prompt."""
+        """`history` is that of the weights that the sample begins with, `pictures` those of the ticket."""
         ticket = delivery.message
         started_at = time.time()
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
@@ -419,14 +434,18 @@ class RolloutWorker(LaneWorker[Ticket]):
         history_in_cache = CachedHistory(self.slots)
 
         async def ask(
-            ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None
+            ids: Sequence[int],
+            sampling: SamplingParams,
+            on_tokens: OnTokens | None = None,
+            images: Sequence[Image] = (),
         ) -> Generation:
             number = next(numbers)
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
+            seen = await self._pictures_at(images, pictures)
             request = GenerationRequest(
-                request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens, ticket.ticket, pictures
+                request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens, ticket.ticket, seen
             )
             generation = await self._ask(request)
             version = generation.spans[0][0]

@@ -21,8 +21,8 @@ from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.images.processor import load_processor
 from tidemill.common.images.store import ImageStore
-from tidemill.common.wire.images import Image
-from tidemill.services.trainer.groups.sample import Sample
+from tidemill.common.wire.images import Image, images_of
+from tidemill.services.trainer.groups.sample import Sample, SegmentTokens
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import load_model
 from tidemill.services.trainer.policy.options import PictureSettings
@@ -107,9 +107,55 @@ class PictureMaker:
         fields = {"advantage": float(rng.normal()) + 0.1, "images": tuple(images)} | fields
         return sample_of(key, expanded, completion, logprobs, **fields)
 
+    def session(self, key: tuple[int, int], later: Sequence[bytes], seed: int = 0) -> Sample:
+        """A sample with a segment for each picture of `later`: after a prompt with a picture and the model's
+        first turn, the same in all segments, the environment shows it, and the model takes another turn."""
+        rng = np.random.default_rng(seed)
+        first = self.sample(key, [png_of(0)], num_tokens=3, seed=seed)
+        prompt_ids = first.prompt_ids
+        start = len(prompt_ids) + 3
+        segments = []
+        completions: list[Any] = []
+        masks = []
+        images: list[Image] = []
+        for number, png in enumerate(later):
+            text = rng.integers(3, TEXT_IDS, 6).tolist()
+            context, ((offset, count),) = self.processor.expand(
+                [*text[:2], self.processor.placeholder_id, text[2]], [png]
+            )
+            width, height = PilImage.open(io.BytesIO(png)).size
+            reference = {"digest": self.store.put(png), "num_bytes": len(png)}
+            images += (image.model_copy(update={"segment": number}) for image in first.images)
+            images.append(
+                Image(
+                    **reference,
+                    width=width,
+                    height=height,
+                    first=start + offset,
+                    num_tokens=count,
+                    segment=number,
+                )
+            )
+            turn = text[3:]
+            completions += [*first.completion_ids, *context, *turn]
+            masks += [True] * 3 + [False] * len(context) + [True] * len(turn)
+            segments.append(SegmentTokens(prompt_ids, 3 + len(context) + len(turn)))
+        mask = np.asarray(masks, np.bool_)
+        logprobs = np.where(mask, -3.0, 0.0).astype(np.float32)
+        sample = Sample(
+            key,
+            tuple(segments),
+            np.asarray(completions, np.int32),
+            mask,
+            {"rollout_logprobs": logprobs},
+            images=tuple(images),
+        )
+        sample.set_advantage(float(rng.normal()) + 0.1)
+        return sample
+
     def samples(self) -> list[Sample]:
         """Two groups of one picture, of which some share the beginning of their completions or differ in the
-        picture alone; one of two pictures; one of text."""
+        picture alone; one of two pictures; one of text; sessions with pictures in later turns and forks."""
         first = png_of(0)
         second = png_of(1)
         samples = [
@@ -123,6 +169,8 @@ class PictureMaker:
         samples.append(self.sample((2, 0), pair, 4, seed=3, prompt_seed=3))
         samples.append(self.sample((2, 1), pair, 8, seed=4, prompt_seed=3))
         samples.append(self.sample((3, 0), [], 7, seed=5))
+        samples.append(self.session((4, 0), [second], seed=6))
+        samples.append(self.session((4, 1), [png_of(4, *SIZES[1]), first], seed=6))
         return samples
 
     def policy(
@@ -148,20 +196,30 @@ class PictureMaker:
         return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
 
     def plain_logprobs(self, model: Any, sample: Sample) -> torch.Tensor:
-        """Of the completion tokens, by transformers' own pass over this sample alone, without the ids that
-        engines never sample. Shape [T]."""
-        ids = torch.from_numpy(sample.rows[0].astype(np.int64))[None]
+        """Of the completion tokens, by transformers' own pass over each segment of this sample alone, without
+        the ids that engines never sample; 0 at the tokens of pictures. Shape [T]."""
+        of_segments = []
+        for number, (segment, row) in enumerate(zip(sample.segments, sample.rows, strict=True)):
+            images = images_of(sample.images, number)
+            of_segments.append(self._plain_logprobs(model, row, len(segment.prompt_ids), images))
+        return torch.cat(of_segments)
+
+    def _plain_logprobs(self, model: Any, row: Any, num_prompt: int, images: Sequence[Image]) -> torch.Tensor:
+        ids = torch.from_numpy(row.astype(np.int64))[None]
         inputs: dict[str, Any] = {}
-        if sample.images:
-            inputs = self.processor.pixels([self.store.read(image) for image in sample.images])
+        if images:
+            inputs = self.processor.pixels([self.store.read(image) for image in images])
             types = torch.zeros_like(ids)
-            for image in sample.images:
+            for image in images:
                 types[0, image.first : image.end] = 1
             if self.processor.family.token_types:
                 inputs[self.processor.family.token_types] = types
-        first = len(sample.prompt_ids) - 1
+        first = num_prompt - 1
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, first:-1]
+        if hasattr(model.model, "rope_deltas"):
+            model.model.rope_deltas = None  # a later pass would take them
         banned_ids = torch.tensor(self.processor.banned_ids)
         logprobs = logits.index_fill(-1, banned_ids, -torch.inf).log_softmax(-1)
         targets = ids[0, first + 1 :]
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1)
+        # Tokens of pictures have no probability, and no gradient may come from them.
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1).nan_to_num(neginf=0.0)

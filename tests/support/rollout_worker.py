@@ -65,7 +65,7 @@ class Worker:
         self.context = ServiceContext("rollout", name, keys, self.config, broker, folder, Activity("rollout"))
         self.engine = GatedEngine(self.config)
         self.follower = WeightFollower(self.context, self.engine)
-        self.player: Player = build_player(self.config, self.engine.decode, self.engine.read)
+        self.player: Player = build_player(self.config, self.engine.decode, self.engine.read, run_dir=folder)
         self.player.containers.run_uid = RUN_UID
         self.lane = self.new_lane()
         self.consumer = self.lane.consumer

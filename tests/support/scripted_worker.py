@@ -46,7 +46,7 @@ class ScriptedEngine(SimulatedEngine):
         return Generation(said, [-0.5] * len(said), ((0, 0),), "stop" if said[-1] == END else "length")
 
 
-def build_player(config: RunConfig, decode: Any, read: Any) -> AgentPlayer:
+def build_player(config: RunConfig, decode: Any, read: Any, run_dir: Any = None) -> AgentPlayer:
     return AgentPlayer(config, CHAT.decode, lambda: CHAT)
 
 

@@ -26,7 +26,7 @@ def mark_pictures(sample: RewardSample) -> tuple[RewardSample, list[str]]:
     Raises:
         AttemptError: its prompt has more or fewer places than pictures.
     """
-    images = sample.trajectory.images
+    images = sample.trajectory.prompt_images
     if not images:
         return sample, []
     marks = [f"<image-{secrets.token_hex(MARK_BYTES)}>" for _ in images]
@@ -50,7 +50,7 @@ async def put_pictures(
         return messages, 0
     files = dict(zip(marks, await reader.read(sample), strict=True))
     # Those of the policy's model: the server's may make others of them.
-    num_tokens = sum(image.num_tokens for image in sample.trajectory.images)
+    num_tokens = sum(image.num_tokens for image in sample.trajectory.prompt_images)
     return [{**message, "content": _content_of(message, files)} for message in messages], num_tokens
 
 

@@ -55,7 +55,9 @@ class FunctionReward(Reward):
         return self.execution.is_queueing
 
     def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
-        has_to_wait = self._router is not None or (self._pictures is not None and sample.trajectory.images)
+        has_to_wait = self._router is not None or (
+            self._pictures is not None and sample.trajectory.prompt_images
+        )
         if has_to_wait:
             return None
         return self.execution.begin(Request([sample]), self._timeout_s, on_end)

@@ -1,7 +1,8 @@
 """Prompts with pictures, as the model of an engine takes them. Loaded only where the run has `images`.
 
 Pixels come from the processor that the trainer uses, so both sides compute from the same tensors, bit for
-bit. Those of a prompt are made once for all requests that have it. Ids that stand for pixels are never
+bit. Those of a picture are made once for all prompts that have it, such as the turns of a session, and joined
+once for all requests of one prompt. Ids that stand for pixels are never
 sampled: they are left out of the distribution, here and in the trainer, so logprobs stay those of the
 distribution that is sampled from.
 
@@ -9,8 +10,10 @@ Shapes: U distinct prompts, T tokens.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,6 +25,10 @@ from tidemill.services.rollout.engines.engine import GenerationRequest, Picture
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+CACHED_BYTES = 1 << 28
+"""Most memory for pixels that later turns of sessions are likely to need again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -36,6 +43,10 @@ class Pixels:
     tensors: "dict[str, Tensor]"
     num_tokens: tuple[int, ...]
     """How many tokens the processor makes of each picture."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class PromptInputs(NamedTuple):
@@ -58,6 +69,10 @@ class PromptImages:
         self.processor: PictureProcessor = load_processor(config.model.path, config.images)
         self._kept: WeakValueDictionary[tuple[str, ...], Pixels] = WeakValueDictionary()
         """Lives as long as a request has them."""
+        self._of_pictures: OrderedDict[str, Pixels] = OrderedDict()
+        """By digest, those that were used last."""
+        self._num_bytes = 0
+        self._lock = Lock()
         self._in_making: dict[tuple[str, ...], asyncio.Task[Pixels]] = {}
 
     @property
@@ -98,15 +113,41 @@ class PromptImages:
             del self._in_making[digests]
 
     def _process(self, digests: tuple[str, ...], pictures: Sequence[Picture]) -> Pixels:
-        files = [picture.png for picture in pictures]
+        import torch
+
+        of_pictures = [self._pixels_of_one(picture) for picture in pictures]
+        if len(of_pictures) == 1:
+            return Pixels(digests, of_pictures[0].tensors, of_pictures[0].num_tokens)
+        tensors = {}
+        for name in of_pictures[0].tensors:
+            tensors[name] = torch.cat([pixels.tensors[name] for pixels in of_pictures])
+        num_tokens = tuple(pixels.num_tokens[0] for pixels in of_pictures)
+        return Pixels(digests, tensors, num_tokens)
+
+    def _pixels_of_one(self, picture: Picture) -> Pixels:
+        """Those of one picture. Two threads may make the same at once, which does no harm."""
+        digest = picture.image.digest
+        with self._lock:
+            pixels = self._of_pictures.get(digest)
+            if pixels is not None:
+                self._of_pictures.move_to_end(digest)
+                return pixels
         try:
-            tensors = self.processor.pixels(files)
-            num_tokens = self.processor.num_tokens(files)
+            tensors = self.processor.pixels([picture.png])
+            num_tokens = self.processor.num_tokens([picture.png])
         except (ValueError, OSError) as error:
             if is_machine_fault(error):
                 raise
             raise BrokenImageError(f"the image processor refuses a picture: {error}") from error
-        return Pixels(digests, tensors, tuple(num_tokens))
+        pixels = Pixels((digest,), tensors, tuple(num_tokens))
+        with self._lock:
+            if digest not in self._of_pictures:
+                self._num_bytes += pixels.num_bytes
+            self._of_pictures[digest] = pixels
+            while self._num_bytes > CACHED_BYTES and len(self._of_pictures) > 1:
+                _, oldest = self._of_pictures.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
+        return pixels
 
     def _check_tokens(self, request: GenerationRequest, num_tokens: Sequence[int]) -> None:
         """Where they do not fit, the model fails on all rows of a batch, or gives one the pictures of

@@ -4,6 +4,7 @@ Heavy modules and users' code are not imported here, but when the player starts.
 """
 
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,27 @@ ENVIRONMENTS = {
 
 
 def build_player(
-    config: RunConfig, decode: Decode, read: Read | None = None, open_chat: OpenChat | None = None
+    config: RunConfig,
+    decode: Decode,
+    read: Read | None = None,
+    open_chat: OpenChat | None = None,
+    run_dir: Path | None = None,
 ) -> Player:
     """The player of one worker; its `start` loads the environment. `decode` and `read` are the engine's;
-    `open_chat` is for another chat format than the model's."""
+    `open_chat` is for another chat format than the model's. In `run_dir` are the pictures of a run that has
+    some.
+
+    Raises:
+        ConfigError: the model's processor of pictures cannot be loaded, or their store not be opened.
+    """
     player, _ = _row(config.rollout.environment)
     open_format = open_chat or partial(template_chat.open_chat, config)
-    built: Player = resolve_name(player)(config, decode, open_format, read)
+    pictures = None
+    if config.images is not None and run_dir is not None and not config.rollout.environment.is_single_turn:
+        from tidemill.services.rollout.sessions.pictures import SessionPictures
+
+        pictures = SessionPictures.of_run(config, run_dir)
+    built: Player = resolve_name(player)(config, decode, open_format, read, pictures)
     return built
 
 

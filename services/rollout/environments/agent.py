@@ -18,12 +18,13 @@ import time
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import structlog
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.children import frame_of, receive
 from tidemill.common.process.programs import Child
@@ -31,7 +32,7 @@ from tidemill.common.process.shortage import fault_in, is_machine_fault, machine
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.agent_host import COMMAND
-from tidemill.services.rollout.environments.environment import Closing, Row, row_of
+from tidemill.services.rollout.environments.environment import Closing, Row, chat_of, row_of
 from tidemill.services.rollout.environments.program_errors import ProgramError
 from tidemill.services.rollout.environments.stages import check_machine
 from tidemill.services.rollout.gateway.pace import EnginePace
@@ -39,7 +40,11 @@ from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.parts import Recording
+from tidemill.services.rollout.sessions.picture_parts import with_data_urls
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 log = structlog.get_logger(__name__)
 
@@ -205,9 +210,14 @@ class AgentPlayer(Player):
     chat: ChatFormat
 
     def __init__(
-        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+        self,
+        config: RunConfig,
+        decode: Decode,
+        open_chat: OpenChat,
+        read: Read | None = None,
+        pictures: "SessionPictures | None" = None,
     ) -> None:
-        super().__init__(config, decode, open_chat, read)
+        super().__init__(config, decode, open_chat, read, pictures)
         section = self.section
         self._max_model_len = config.model.max_model_len
         # What agents call the model: the last part of its path.
@@ -261,10 +271,12 @@ class AgentPlayer(Player):
             self._max_model_len,
             self.read,
             self._pace,
+            self.pictures,
         )
         try:
+            row = await self._row(ticket)
             with self._gateway.serving(session) as root:
-                program = await self._start(row_of(ticket), root, session, container_name)
+                program = await self._start(row, root, session, container_name)
                 try:
                     result = await self._watched(program, session)
                     # Before the session is closed, which ends what the engine has not answered yet.
@@ -294,6 +306,15 @@ class AgentPlayer(Player):
             session.reached.append("timeout")
         played = session.played(result.reward, result.metrics, num_faults)
         return replace(played, finish="length") if result.is_truncated else played
+
+    async def _row(self, ticket: Ticket) -> Row:
+        """The row as the program gets it: with pictures its prompt is a chat in OpenAI's form, which the
+        program can send as it is."""
+        row = row_of(ticket)
+        if self.pictures is None or not ticket.images:
+            return row
+        files = await self.pictures.read(ticket.images)
+        return {**row, PROMPT: with_data_urls(chat_of(row[PROMPT]), files)}
 
     async def _start(
         self, row: Row, root: str, session: GatewaySession, container_name: str

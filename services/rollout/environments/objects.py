@@ -54,7 +54,7 @@ from tidemill.services.rollout.environments.users_code import (
     metrics_of,
     number_of,
     opening_of,
-    result_text,
+    result_of,
 )
 
 Function = Callable[..., Any]
@@ -72,7 +72,9 @@ class ToolBox(Environment):
         from pydantic import ValidationError
 
         try:
-            text = result_text(await finished(self._functions[name](**arguments)))
+            result = result_of(await finished(self._functions[name](**arguments)), name)
+        except EnvironmentFaultError:  # of a picture that is none: the model did not make it
+            raise
         except ValidationError as error:
             wrong = "; ".join(
                 f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}"
@@ -83,7 +85,7 @@ class ToolBox(Environment):
             if is_machine_fault(error) and find_shortage() is not None:
                 raise EnvironmentFaultError(f"the tool {name} raised {described(error)}", "step") from error
             return invalid_call(complaint(error))
-        return Act([{"content": text}])
+        return Act([{"content": result}])
 
 
 def tools_design(config: EnvironmentConfig) -> Design:

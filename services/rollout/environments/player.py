@@ -12,14 +12,16 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.data.dataset import PROMPT
-from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.data.image_columns import TEXT_PART
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Ticket
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
 from tidemill.services.rollout.containers.names import SessionName
@@ -39,12 +41,22 @@ from tidemill.services.rollout.environments.environment import (
     row_of,
 )
 from tidemill.services.rollout.environments.recorded import DifferentAnswerError, RecordedEnvironment
+from tidemill.services.rollout.environments.seen import SeenEnvironment
 from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
 from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
 from tidemill.services.rollout.sessions.parts import Recording
+from tidemill.services.rollout.sessions.picture_parts import (
+    fill_places,
+    is_seen,
+    joined_parts,
+    with_rows_pictures,
+)
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
-from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of, images_in
 from tidemill.services.rollout.sessions.template_chat import content_text
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 log = structlog.get_logger(__name__)
 
@@ -72,9 +84,14 @@ class EnvironmentPlayer(Player):
     chat: ChatFormat
 
     def __init__(
-        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+        self,
+        config: RunConfig,
+        decode: Decode,
+        open_chat: OpenChat,
+        read: Read | None = None,
+        pictures: "SessionPictures | None" = None,
     ) -> None:
-        super().__init__(config, decode, open_chat, read)
+        super().__init__(config, decode, open_chat, read, pictures)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -123,6 +140,8 @@ class EnvironmentPlayer(Player):
         except BaseException:
             await self.containers.end(name)
             raise
+        # Before answers are recorded: pixels are never in Redis.
+        environment = SeenEnvironment(environment, self.pictures)
         if kind.resumes:
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
@@ -170,8 +189,8 @@ class Play:
         """
         opening = await self._environment.reset(row)
         await self._player.containers.note_started(row.get(SESSION_COLUMN, ""))
-        ids = self._prompt_ids(ticket, row, opening)
-        recorder = SegmentRecorder(ids)
+        ids, images = self._prompt(ticket, row, opening)
+        recorder = SegmentRecorder(ids, images)
         if self._room(recorder) <= 0:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens, with what the environment added, leaves no "
@@ -199,7 +218,8 @@ class Play:
         reading = self._player.read(recorder.completion_ids, recorder.mask, recorder.prompt_ids)
         finish: Finish = "stop" if end == "done" else "length"
         choices = choices_of([recorder])
-        return Played(segment, reading.text, finish, session, choices, reading.thought)
+        images = images_in([recorder])
+        return Played(segment, reading.text, finish, session, choices, reading.thought, images)
 
     async def _finish(self) -> Closing:
         """The environment's result. Raises EnvironmentFaultError: it fails, not because of the policy."""
@@ -214,33 +234,66 @@ class Play:
         self._late = self._late or "reward"
         return Closing()
 
-    def _prompt_ids(self, ticket: Ticket, row: Row, opening: Opening) -> list[int]:
-        """Ids of the first prompt: the ticket's, unless there are tools to describe or the environment adds
-        something. Then the row's chat is rendered once more, with the run's system prompt and suffix."""
+    def _prompt(self, ticket: Ticket, row: Row, opening: Opening) -> tuple[list[int], tuple[Image, ...]]:
+        """Ids of the first prompt, and its pictures: the ticket's, unless there are tools to describe or the
+        environment adds something. Then the row's chat is rendered once more, with the run's system prompt
+        and suffix.
+
+        Raises:
+            EnvironmentFaultError: the environment shows more pictures than a prompt may have.
+        """
         chat = self._chat
-        data = self._player.config.data
         ids: list[int] = ticket.prompt_ids.tolist()
         has_tools = bool(self._kind.tools) and chat.has_template
         if not opening.added and opening.messages is None and not has_tools:
-            return ids
+            return ids, ticket.images
         if not chat.has_template:
             if opening.messages is not None:
-                return chat.render(opening.messages)
-            return ids + chat.extend([], True, [{"role": "user", "content": opening.added}])
-        messages = opening.messages
-        if messages is None:
-            messages = _appended(chat_of(row[PROMPT]), data.prompt_suffix)
+                return chat.render(opening.messages), ()
+            return ids + chat.extend([], True, [{"role": "user", "content": opening.added}]), ()
+        messages = self._first_messages(ticket, row, opening)
+        ids = chat.render(messages, self._kind.tools)
+        pictures = self._player.pictures
+        if pictures is None:
+            return ids, ()
+        ids, images = pictures.expand(ids, messages)
+        if len(images) > pictures.max_per_prompt:
+            raise EnvironmentFaultError(
+                f"the first prompt has {len(images)} pictures, more than images.max_per_prompt "
+                f"({pictures.max_per_prompt})",
+                "reset",
+            )
+        return ids, images
+
+    def _first_messages(self, ticket: Ticket, row: Row, opening: Opening) -> list[ChatMessage]:
+        """The chat of the first prompt; in a run with pictures, with references to those of the row."""
+        data = self._player.config.data
+        messages: Sequence[ChatMessage]
+        if opening.messages is not None:
+            messages = opening.messages
+            if self._player.pictures is not None:
+                try:
+                    messages = fill_places(messages, ticket.images)
+                except BrokenImageError as error:
+                    raise EnvironmentFaultError(f"the environment's chat: {error}", "reset") from error
+        else:
+            messages = chat_of(row[PROMPT])
+            if self._player.pictures is not None:
+                messages = with_rows_pictures(messages, ticket.images)
+            messages = _appended(messages, data.prompt_suffix)
             if data.system_prompt and messages[0].get("role") != "system":
                 messages = [{"role": "system", "content": data.system_prompt}, *messages]
-        return chat.render(_appended(messages, opening.added), self._kind.tools)
+        return _appended(messages, opening.added)
 
     async def _take_turns(
         self, ticket: Ticket, recorder: SegmentRecorder, recording: Recording
     ) -> SessionEnd:
         context: list[int] = []
+        new_images: tuple[Image, ...] = ()
         while True:
             room = self._room(recorder) - len(context)
-            if room <= 0:
+            images = [*recorder.images, *new_images]
+            if room <= 0 or self._has_too_many(images):
                 return "max_tokens"
             sampling = recorder.asking(ticket.sampling, len(recorder.completion_ids))
             begun = time.monotonic()
@@ -248,13 +301,13 @@ class Play:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             try:
                 async with asyncio.timeout(self._left_s() if recorder.turns else None):
-                    generation = await recording.turn([*recorder.ids, *context], sampling)
+                    generation = await recording.turn([*recorder.ids, *context], sampling, images)
             except TimeoutError:
                 self._late = "session"
                 return "timeout"
             await recording.keep_new()
             # Only with the turn that followed it: a session ends with tokens of the model.
-            recorder.add_context(context)
+            recorder.add_context(context, new_images)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:
                 return end
@@ -262,6 +315,8 @@ class Play:
             if len(recorder.turns) >= self._section.max_turns:
                 return "max_turns"
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)
+            if self._player.pictures is not None:
+                context, new_images = self._player.pictures.expand(context, self._answers, len(recorder.ids))
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
         """Have the environment answer a turn, into `_answers`. Returns how the session ends, if it does."""
@@ -298,6 +353,8 @@ class Play:
         for message in self._answers:
             if isinstance(message.get("content"), str):
                 message["content"] = self._chat.shorten(message["content"], limit)
+            elif isinstance(message.get("content"), list):
+                message["content"] = [self._shortened(item, limit) for item in message["content"]]
         self._messages += self._answers
         if is_cut:
             return "max_tokens"
@@ -320,6 +377,17 @@ class Play:
             acts.append(replace(act, messages=[{**link, **message} for message in act.messages]))
         return acts
 
+    def _shortened(self, item: Mapping[str, Any], limit: int) -> dict[str, Any]:
+        """A part of an answer with pictures, a long text without its middle."""
+        if item["type"] != TEXT_PART:
+            return dict(item)
+        return {**item, "text": self._chat.shorten(item["text"], limit)}
+
+    def _has_too_many(self, images: Sequence[Image]) -> bool:
+        """Whether a history has more pictures than the engine takes: the policy's calls decide how many."""
+        pictures = self._player.pictures
+        return pictures is not None and len(images) > pictures.max_per_prompt
+
     def _room(self, recorder: SegmentRecorder) -> int:
         """Tokens by which the completion may grow."""
         num_prompt = len(recorder.prompt_ids)
@@ -337,7 +405,11 @@ def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, A
         return changed
     for index in reversed(range(len(changed))):
         if changed[index].get("role") == "user":
-            content = content_text(changed[index].get("content")) + text
+            content = changed[index].get("content")
+            if is_seen(content):
+                content = joined_parts([*content, {"type": TEXT_PART, "text": text}])
+            else:
+                content = content_text(content) + text
             changed[index] = {**changed[index], "content": content}
             return changed
     return [*changed, {"role": "user", "content": text}]

@@ -4,19 +4,27 @@ Errors name the place, and what was expected there.
 """
 
 import inspect
+import io
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tidemill.common.data.image_columns import IMAGE_PART, IMAGE_PARTS, TEXT_PART
 from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.images.pictures import ALPHA_MODES, COMPRESS_LEVEL, DEEP_MODES
 from tidemill.common.process.users_code import raised_at
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.environments.environment import Act, Opening, Row
+from tidemill.services.rollout.sessions.picture_parts import joined_parts
 from tidemill.services.rollout.sessions.template_chat import content_text
 
 MAX_CHARS = 500
+PARTS = (TEXT_PART, *IMAGE_PARTS)
+PNG_MODES = ("1", "L", "P", "RGB")
+"""Of PIL's modes without transparency, those that a PNG file holds."""
 STEP_EXPECTED = (
     "expected (observation, reward, done), or a dict with observation, reward and done; the observation is "
     "text, a list of chat messages, or None"
@@ -79,7 +87,7 @@ def opening_of(returned: Any, where: str) -> Opening:
             return Opening(added=sendable(content_text(returned)))
     raise EnvironmentFaultError(
         f"{where} returned {_kind(returned)}; expected None, text, a list of text blocks, or a list of chat "
-        "messages with role and content",
+        "messages with role and content (pictures are in parts of their content)",
         "reset",
     )
 
@@ -106,6 +114,8 @@ def observed(observation: Any, where: str) -> list[dict[str, Any]]:
         return []
     if isinstance(observation, str):
         return [{"role": "user", "content": sendable(observation)}]
+    if is_picture(observation) or _are_blocks(observation):
+        return [{"role": "user", "content": _content(observation, where)}]
     if isinstance(observation, Mapping) and "role" in observation:
         observation = [observation]
     if _is_list_of_maps(observation) and all("role" in message for message in observation):
@@ -138,12 +148,13 @@ def _finite(value: Any) -> float:
     return number if math.isfinite(number) and not isinstance(value, str) else math.nan
 
 
-def result_text(returned: Any) -> str:
-    """A tool's result as the model reads it: text unchanged, the text of blocks, else JSON if possible."""
+def result_of(returned: Any, where: str) -> str | list[dict[str, Any]]:
+    """A tool's result as the model reads it: text unchanged, blocks of text and pictures, else JSON if
+    possible."""
     if isinstance(returned, str):
         return sendable(returned)
-    if _is_list_of_maps(returned) and returned and all(block.get("type") == "text" for block in returned):
-        return sendable(content_text(returned))
+    if is_picture(returned) or _are_parts(returned):
+        return _content(returned, where)
     if isinstance(returned, Mapping | list | tuple):
         try:
             return sendable(json.dumps(returned, default=str, ensure_ascii=False))
@@ -156,6 +167,8 @@ def _messages(returned: Any, where: str) -> list[dict[str, Any]]:
     messages = []
     for message in returned:
         content = message.get("content")
+        if is_picture(content):
+            content = [content]
         if not isinstance(message["role"], str) or not isinstance(content, str | list | None):
             raise EnvironmentFaultError(
                 f"{where}: a chat message needs role and content as text, got {_kind(message)}", "step"
@@ -165,7 +178,7 @@ def _messages(returned: Any, where: str) -> list[dict[str, Any]]:
             for key, value in message.items()
             if isinstance(value, str) or key == "tool_calls"
         }
-        messages.append(plain | {"content": sendable(content_text(content))})
+        messages.append(plain | {"content": _content(content, where)})
     try:
         # Here, where the place can still be named: the trajectory is encoded much later.
         pack(messages)
@@ -173,6 +186,85 @@ def _messages(returned: Any, where: str) -> list[dict[str, Any]]:
         problem = f"{where}: tool_calls of a chat message must be JSON with numbers of 64 bits: {error}"
         raise EnvironmentFaultError(problem, "step") from None
     return messages
+
+
+def _are_blocks(value: Any) -> bool:
+    """Whether it is a list of blocks of text and pictures."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(
+        is_picture(item) or (isinstance(item, Mapping) and item.get("type") in PARTS) for item in value
+    )
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether a tool's result is a list of blocks, and not of records that have a `type`, too."""
+    if not _are_blocks(value):
+        return False
+    for item in value:
+        if is_picture(item) or item["type"] == TEXT_PART:
+            continue
+        if set(item) - {"type"} not in ({"image"}, {"image_url"}, {"bytes"}):
+            return False
+    return True
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The content of a message: its text, or its parts where a picture is among them."""
+    blocks = [content] if is_picture(content) else content
+    if not isinstance(blocks, list | tuple):
+        return sendable(content_text(blocks))
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if is_picture(block):
+            parts.append({"type": IMAGE_PART, "picture": _file_of(block, where)})
+        elif isinstance(block, Mapping) and block.get("type") in IMAGE_PARTS:
+            parts.append(_picture_part(block, where))
+        else:
+            parts.append({"type": TEXT_PART, "text": sendable(content_text([block]))})
+    return joined_parts(parts)
+
+
+def _picture_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A part with its picture as bytes or text; without one it takes the next picture of the row."""
+    held = [block[key] for key in ("bytes", "image", "image_url", "url") if block.get(key) is not None]
+    if not held:
+        return {"type": IMAGE_PART}
+    picture = held[0].get("url") if isinstance(held[0], Mapping) else held[0]
+    if is_picture(picture):
+        picture = _file_of(picture, where)
+    if not isinstance(picture, bytes | str):
+        raise EnvironmentFaultError(
+            f"{where}: a part of type image has {_kind(picture)}; expected a PIL picture, the bytes of a "
+            "file, or a data: URL",
+            "step",
+        )
+    return {"type": IMAGE_PART, "picture": picture}
+
+
+def is_picture(value: Any) -> bool:
+    """Whether it is one of PIL's. Without an import: who has made one has imported PIL."""
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(value, pil.Image)
+
+
+def _file_of(picture: Any, where: str) -> bytes:
+    """The bytes of a file with one of PIL's pictures, upright, without loss. Raises EnvironmentFaultError: it
+    cannot be read."""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    with contained(f"{where}: reading a picture", "step"):
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode.startswith(DEEP_MODES):
+            raise ValueError(f"it has more than 8 bits a channel (mode {upright.mode}); scale it to 8 bits")
+        # PNG files have no other modes.
+        if upright.mode in ALPHA_MODES:
+            upright = upright.convert("RGBA")
+        elif upright.mode not in PNG_MODES:
+            upright = upright.convert("RGB")
+        upright.save(file, "PNG", compress_level=COMPRESS_LEVEL)
+    return file.getvalue()
 
 
 def _is_list_of_maps(value: Any) -> bool:

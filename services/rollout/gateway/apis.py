@@ -403,9 +403,10 @@ def _anthropic_messages(body: Body) -> Located:
             for use in blocks
             if use.get("type") == "tool_use"
         ]
-        text = text_of([block for block in blocks if block.get("type") not in NOT_TEXT], where)
-        if text or calls or not results:
-            yield where, {"role": role, "content": text, "tool_calls": calls}
+        said = [block for block in blocks if block.get("type") not in NOT_TEXT]
+        is_silent = all(block.get("text") == "" for block in said)
+        if calls or not is_silent or not results:
+            yield where, {"role": role, "content": said, "tool_calls": calls}
 
 
 def anthropic_answer(answer: Answer, model: str, body: Body) -> Event:

@@ -1,6 +1,7 @@
 """Questions and answers in one form, whichever API a client uses.
 
-Messages are kept in the form of OpenAI's chat, with text as a string. They are compared by `identity`, which
+Messages are kept in the form of OpenAI's chat, with text as a string; where there are pictures, as a list of
+parts (`sessions/picture_parts.py`). They are compared by `identity`, which
 does not depend on what clients do to a history that they send back: text as a list of parts, null for no
 text, new ids of calls, arguments written as other JSON, dropped reasoning.
 
@@ -16,8 +17,10 @@ from typing import Any, Literal
 
 from xxhash import xxh3_128, xxh3_128_digest
 
+from tidemill.common.data.image_columns import IMAGE_PART, TEXT_PART
 from tidemill.common.wire.codec import sendable
 from tidemill.services.rollout.sessions.chat import call_of
+from tidemill.services.rollout.sessions.picture_parts import is_seen, joined_parts
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -45,6 +48,10 @@ READ = frozenset(
     ]
 )
 """Fields that are obeyed, refused, or counted as wishes."""
+SHOWING = ("user", "tool")
+"""Roles whose messages may have pictures."""
+IMAGE_KINDS = ("image_url", "input_image", "image")
+"""Parts that are pictures: of OpenAI's chat, of its Responses, and of Anthropic."""
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
@@ -141,7 +148,18 @@ def identity(message: Mapping[str, Any]) -> Identity:
     """The parts of a message that clients do not change, whatever they do to its form."""
     calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
     named = tuple((str(call.get("name")), _same_json(call.get("arguments"))) for call in calls)
-    return str(message["role"]), str(message.get("content") or "").strip(), named
+    return str(message["role"]), _content_key(message.get("content")).strip(), named
+
+
+def _content_key(content: Any) -> str:
+    """The text of a message, with digests in the places of its pictures."""
+    # No text has a null character here: a client cannot write what stands for a picture.
+    if not isinstance(content, list):
+        return str(content or "").replace("\0", "")
+    return "".join(
+        item["text"].replace("\0", "") if item["type"] == TEXT_PART else f"\0{item['digest']}\0"
+        for item in content
+    )
 
 
 def digests_of(identities: Iterable[Identity]) -> list[bytes]:
@@ -189,7 +207,12 @@ def messages_of(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Messa
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
-        plain: Message = {"role": ROLES[role], "content": text_of(message.get("content"), where)}
+        plain: Message = {"role": ROLES[role], "content": content_of(message.get("content"), where)}
+        if role not in SHOWING and is_seen(plain["content"]):
+            raise RequestError(
+                f"{where} has a picture, and its role is {role}; pictures may be in messages of the user and "
+                "in results of tools"
+            )
         calls = objects(message, "tool_calls")
         if calls:
             plain["tool_calls"] = [_call(call, where) for call in calls]
@@ -211,6 +234,36 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     raw = function.get("arguments")  # as JSON; some clients send the object itself
     arguments = raw if isinstance(raw, str) and raw else json.dumps(raw or {})
     return call_of(str(call.get("id") or ""), function["name"], arguments)
+
+
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The content of a message: its text, or its parts where a picture is among them, which is not taken in
+    yet."""
+    if not isinstance(content, list):
+        return text_of(content, where)
+    parts: list[dict[str, Any]] = []
+    for block in content:
+        if isinstance(block, dict) and block.get("type") in IMAGE_KINDS:
+            parts.append({"type": IMAGE_PART, "picture": _picture_in(block, where), "where": where})
+        else:
+            parts.append({"type": TEXT_PART, "text": text_of([block], where)})
+    return joined_parts(parts, between="\n")
+
+
+def _picture_in(block: Mapping[str, Any], where: str) -> str:
+    """The picture of a part as a `data:` URL, or the address that the client has sent in its place."""
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    address = source.get("url") if isinstance(source, dict) else block.get("image_url")
+    if isinstance(address, dict):
+        address = address.get("url")
+    if not isinstance(address, str):
+        raise RequestError(
+            f"{where} has a part of type {block.get('type')!r} without a picture; send it as base64, in a "
+            "data: URL or a source: no files are stored here"
+        )
+    return address
 
 
 def text_of(content: Any, where: str) -> str:

@@ -11,8 +11,9 @@ found again by the longest match. A history continues with any subset of the too
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import (
@@ -26,6 +27,9 @@ from tidemill.services.rollout.gateway.dialogue import (
 from tidemill.services.rollout.sessions.chat import ChatFormat, num_shared
 from tidemill.services.rollout.sessions.player import Decode
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 MAX_DRIFT_TOKENS = 1024
 MIN_SHARE_KEPT = 0.5
@@ -138,6 +142,13 @@ class Continuation:
     history: RecordedHistory
     num_kept: int
     context: list[int]
+    context_images: tuple[Image, ...] = ()
+    """Pictures of the context, with their places in the segment."""
+
+    @property
+    def images(self) -> list[Image]:
+        """Those of `ids`."""
+        return [*self.history.recorder.images_within(self.num_kept), *self.context_images]
 
     @property
     def ids(self) -> list[int]:
@@ -153,14 +164,16 @@ class Continuation:
         recorder = self.history.recorder
         if self.num_kept < len(recorder.completion_ids):
             recorder.rewind(self.num_kept)
-        recorder.add_context(self.context)
+        recorder.add_context(self.context, self.context_images)
         recorder.add_turn(generation, engine_s)
 
 
 class Histories:
     """All segments of one session; `all` has them in the order in which they began."""
 
-    def __init__(self, chat: ChatFormat, decode: Decode) -> None:
+    def __init__(self, chat: ChatFormat, decode: Decode, pictures: "SessionPictures | None" = None) -> None:
+        """`pictures` are those of the run, where it has some."""
+        self._pictures = pictures
         self._chat = chat
         self._decode = decode
         self.all: list[RecordedHistory] = []
@@ -198,9 +211,10 @@ class Histories:
             try:
                 # Only what follows is rendered: ids of the past stay those that were sampled.
                 context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
+                context, images = self._expanded(context, new, len(history.recorder.ids))
             except ValueError:  # the template cannot render the new messages there
                 continue
-            return Continuation("clean", history, len(history.recorder.completion_ids), context)
+            return Continuation("clean", history, len(history.recorder.completion_ids), context, images)
         realigned = filter(None, (self._realigned(history, question) for history in candidates))
         longest = max(
             realigned,
@@ -210,9 +224,17 @@ class Histories:
         if longest:
             return longest
         try:
-            return self._begun(self._chat.render(question.messages, question.tools), question.tool_keys)
+            ids = self._chat.render(question.messages, question.tools)
+            return self._begun(*self._expanded(ids, question.messages, 0), question.tool_keys)
         except ValueError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+
+    def _expanded(
+        self, ids: list[int], messages: Sequence[Message], first: int
+    ) -> tuple[list[int], tuple[Image, ...]]:
+        """Rendered ids, which follow `first` others, with all tokens of the messages' pictures, and these.
+        Raises ValueError: the template has not written a place for each."""
+        return (ids, ()) if self._pictures is None else self._pictures.expand(ids, messages, first)
 
     def has_lost_end(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
         """Whether the client asks with a beginning of the history's last answer in its place, and not with
@@ -234,13 +256,14 @@ class Histories:
                 context = prompt[len(ids) :]
             if context:
                 return Continuation("clean", history, len(history.recorder.completion_ids), context)
-        return self._begun(self._chat.encode(prompt) if isinstance(prompt, str) else prompt, frozenset())
+        ids = self._chat.encode(prompt) if isinstance(prompt, str) else prompt
+        return self._begun(ids, (), frozenset())
 
-    def _begun(self, prompt_ids: list[int], tools: frozenset[str]) -> Continuation:
+    def _begun(self, prompt_ids: list[int], images: tuple[Image, ...], tools: frozenset[str]) -> Continuation:
         if not prompt_ids:
             raise RequestError("the prompt is empty")
         kind: Kind = "forked" if self.all else "new"
-        return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools=tools), 0, [])
+        return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids, images), tools=tools), 0, [])
 
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
@@ -257,14 +280,19 @@ class Histories:
         if kept < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
             return None
         context = self._chat.encode(added) if added else []
+        num_kept = history.recorder.turns[-1].first + kept
+        images: tuple[Image, ...] = ()
         new = question.messages[index + 1 :]
         if new:
             try:
                 # As a turn that did not end: the token that ended it is not among those that are kept.
-                context += self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
+                ending = self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
+                first = len(history.recorder.prompt_ids) + num_kept + len(context)
+                ending, images = self._expanded(ending, new, first)
             except ValueError:
                 return None
-        return Continuation("realigned", history, history.recorder.turns[-1].first + kept, context)
+            context += ending
+        return Continuation("realigned", history, num_kept, context, images)
 
     def _is_branch(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
         """Whether another history begins with what was asked: then it is a branch of that one, and no changed

@@ -295,16 +295,17 @@ def _plain_address(host: str) -> str:
 async def _body(request: Request, session: GatewaySession) -> Body:
     content = bytearray()
     num_bytes = 0
+    most_bytes = min(session.max_body_bytes, MAX_BODY_BYTES)
     async for chunk in request.stream():
         num_bytes += len(chunk)
         # A body that is too long is read but not kept: a client that cannot send it all never reads why.
-        if num_bytes <= session.max_body_bytes:
+        if num_bytes <= most_bytes:
             content += chunk
         elif num_bytes > MAX_BODY_BYTES:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
-    if num_bytes > session.max_body_bytes:
+    if num_bytes > most_bytes:
         is_asked = not request.url.path.endswith(COUNT)
-        raise session.too_long(f"more than {session.max_body_bytes:,} bytes", is_asked)
+        raise session.too_long(f"more than {most_bytes:,} bytes", is_asked)
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -16,11 +16,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
-from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
@@ -45,8 +45,13 @@ from tidemill.services.rollout.gateway.histories import (
 )
 from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
+from tidemill.services.rollout.sessions.parts import pictures_of
+from tidemill.services.rollout.sessions.picture_parts import pictures_in
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
-from tidemill.services.rollout.sessions.recorder import choices_of
+from tidemill.services.rollout.sessions.recorder import choices_of, images_in
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 T = TypeVar("T")
 
@@ -140,12 +145,14 @@ class GatewaySession:
         max_model_len: int,
         read: Read | None = None,
         pace: EnginePace | None = None,
+        pictures: "SessionPictures | None" = None,
     ) -> None:
-        """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
+        """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length.
+        `pictures` takes in those of requests, where the run has pictures."""
         # Two secrets: the token is a part of the address, which programs log.
         self.token = secrets.token_urlsafe(24)
         self.key = secrets.token_urlsafe(24)
-        self.histories = Histories(chat, decode)
+        self.histories = Histories(chat, decode, pictures)
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
@@ -153,6 +160,9 @@ class GatewaySession:
         """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
+        self._pictures = pictures
+        self._num_taking_in = 0
+        """Requests whose pictures are being taken in."""
         self._pace = pace or EnginePace()
         self._last_asked: Exchange | None = None
         self._chat = chat
@@ -192,7 +202,11 @@ class GatewaySession:
     @property
     def max_body_bytes(self) -> int:
         """Largest request that may hold a history that the model can read, however it is written as JSON."""
-        return max(MIN_BODY_BYTES, self._max_model_len * BODY_BYTES_PER_TOKEN)
+        num_bytes = max(MIN_BODY_BYTES, self._max_model_len * BODY_BYTES_PER_TOKEN)
+        if self._pictures is not None:
+            # Base64 writes three bytes as four characters.
+            num_bytes += self._pictures.max_per_prompt * self._pictures.max_file_bytes * 4 // 3
+        return num_bytes
 
     @property
     def _is_sampling(self) -> bool:
@@ -201,7 +215,8 @@ class GatewaySession:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Questions that wait for an answer, those among them whose pictures are being taken in."""
+        return len(self._running) + self._num_taking_in
 
     @property
     def end(self) -> SessionEnd:
@@ -221,6 +236,7 @@ class GatewaySession:
         self._check_open()
         if not self.asked.done():
             self.asked.set_result(None)
+        question = await self._take_in(question, is_asked=True)
         key = question.key
         # One at a time: two equal questions would each find no answer, and the model would be asked twice.
         async with self._finding:
@@ -243,6 +259,51 @@ class GatewaySession:
         exchange.num_delivered += 1
         exchange.delivered_at = time.monotonic()
         return answer
+
+    async def _take_in(self, question: Question, is_asked: bool) -> Question:
+        """The question with references in place of its pictures. One that is too much for the model is a
+        limit of the session only if it `is_asked`.
+
+        Raises:
+            RequestError: a picture is none that is taken, there are too many, or the model reads text only.
+        """
+        pictures = self._pictures
+        parts = [item for message in question.messages for item in pictures_in(message)]
+        if pictures is None:
+            if parts:
+                raise RequestError(f"{parts[0]['where']} has a picture; this model reads text only")
+            return question
+        if not isinstance(question.prompt, str | None):
+            try:
+                pictures.check_ids(question.prompt)
+            except ValueError as error:
+                raise RequestError(str(error)) from None
+        if not parts:
+            return question
+        if len(parts) > pictures.max_per_prompt:
+            raise self._too_many(len(parts), pictures.max_per_prompt, is_asked)
+        # As work of ours: while the store of pictures is away, the program is not silent.
+        self._num_taking_in += 1
+        try:
+            messages = [await self._taken(message, pictures) for message in question.messages]
+        except RequestError:
+            raise
+        except Exception as error:  # the disk or the store: no fault of the program's
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        finally:
+            self._num_taking_in -= 1
+            self.active_at = time.monotonic()
+        self._check_open()
+        return replace(question, messages=tuple(messages))
+
+    async def _taken(self, message: Message, pictures: "SessionPictures") -> Message:
+        try:
+            return await pictures.take_message(message)
+        except BrokenImageError as error:
+            where = pictures_in(message)[0]["where"]
+            raise RequestError(f"{where}: a picture cannot be used: {error}", "broken_image") from None
 
     def note_lost(self, answer: Answer) -> None:
         """Note that a response broke before it had brought the answer to its client."""
@@ -355,6 +416,7 @@ class GatewaySession:
         number = len(question.messages)
         if number > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=False)
+        question = await self._take_in(question, is_asked=False)
         async with self._finding:
             return len((await self._find(question)).ids)
 
@@ -366,6 +428,14 @@ class GatewaySession:
         if not is_asked:
             return RequestError(problem, SESSION_LIMIT)
         return self._limit("max_tokens", problem, refused=content)
+
+    def _too_many(self, num_pictures: int, most: int, is_asked: bool) -> RequestError:
+        """The same for one with more pictures than a prompt may have."""
+        problem = f"prompt is too long: the history has {num_pictures} pictures, and a prompt may have "
+        problem += f"{most} (images.max_per_prompt)"
+        if not is_asked:
+            return RequestError(problem, SESSION_LIMIT)
+        return self._limit("max_tokens", problem, refused="pictures")
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
@@ -389,7 +459,9 @@ class GatewaySession:
         last = recorders[-1]
         reading = self._read(last.completion_ids, last.mask, last.prompt_ids)
         finish: Finish = "stop" if self.end == "done" else "length"
-        return Played(first, reading.text, finish, session, choices_of(recorders), reading.thought)
+        choices = choices_of(recorders)
+        images = images_in(recorders)
+        return Played(first, reading.text, finish, session, choices, reading.thought, images)
 
     @property
     def read_histories(self) -> list[RecordedHistory]:
@@ -571,7 +643,8 @@ class GatewaySession:
         history = continuation.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
-            whole = await self._ask(ids, history.recorder.asking(sampling, continuation.num_kept))
+            asking = history.recorder.asking(sampling, continuation.num_kept)
+            whole = await self._ask(ids, asking, **pictures_of(continuation.images))
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if continuation.kind != "new":

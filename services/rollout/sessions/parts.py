@@ -170,6 +170,11 @@ def _tail(whole: Generation, first: int, num_rows: Mapping[str, int]) -> dict[st
     }
 
 
+def pictures_of(images: Sequence[Image]) -> dict[str, Any]:
+    """A further argument of an `Ask`, which only runs with pictures give."""
+    return {"images": images} if images else {}
+
+
 NOTHING = Generation([], [], (), "length")
 Keep = Callable[[bytes, int, Part], Awaitable[bool]]
 """Keeps part number n of a play; returns whether it is kept."""
@@ -203,8 +208,10 @@ class Recording:
     def of(cls, ask: Callable[..., Awaitable[Generation]]) -> "Recording":
         return ask if isinstance(ask, Recording) else cls(ask)
 
-    async def __call__(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        return await self._ask(ids, sampling)
+    async def __call__(
+        self, ids: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = ()
+    ) -> Generation:
+        return await self._ask(ids, sampling, **pictures_of(images))
 
     @property
     def elapsed_s(self) -> float:
@@ -257,8 +264,10 @@ class Recording:
         self._num_kept = len(turn.token_ids)
         self._num_rows_kept = {name: len(rows) for name, rows in turn.choices.items()}
 
-    async def turn(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """The next turn: as it is recorded, else continued by the engine.
+    async def turn(
+        self, ids: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = ()
+    ) -> Generation:
+        """The next turn: as it is recorded, else continued by the engine. `images` are those of `ids`.
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
@@ -276,9 +285,10 @@ class Recording:
                 return replayed
             sampling = sampling.model_copy(update={"max_tokens": num_left})
         if self._keep is None:
-            return joined(replayed, _after(replayed, await self._ask(ids, sampling)))
+            new = await self._ask(ids, sampling, **pictures_of(images))
+            return joined(replayed, _after(replayed, new))
         try:
-            new = await self._ask(ids, sampling, lambda new: self._grow(replayed, new))
+            new = await self._ask(ids, sampling, lambda new: self._grow(replayed, new), **pictures_of(images))
             self._open = joined(replayed, _after(replayed, new))
             if self._saver is not None:  # parts are kept in order
                 await self._saver

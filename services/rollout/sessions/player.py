@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -16,12 +16,16 @@ from tidemill.common.process.failures import FailureLog
 from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
-from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket
+from tidemill.common.wire.images import Image
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Ticket
 from tidemill.common.wire.segments import Finish, Segment, Session
 from tidemill.services.rollout.containers.sessions import SessionContainers
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.parts import Recording
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 log = structlog.get_logger(__name__)
 
@@ -29,8 +33,9 @@ PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 """Longest pause before a session is played again, and its bound; doubles each time."""
 
-Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
-"""One generation: the engine continues token ids. Cancelling it aborts the request."""
+Ask = Callable[..., Awaitable[Generation]]
+"""One generation: the engine continues token ids, with these `SamplingParams` and, by the name `images`, the
+pictures of the ids where there are some. Cancelling it aborts the request."""
 Decode = Callable[[Sequence[int]], str]
 """The whole text of ids."""
 Read = Callable[[Sequence[int], Sequence[bool] | None, Sequence[int]], Reading]
@@ -55,6 +60,8 @@ class Played:
     choices: dict[str, Rows] = field(default_factory=dict)
     thought: str | None = None
     """What the model thought, where the run parts that from its text."""
+    images: tuple[Image, ...] = ()
+    """Pictures of all segments."""
 
     def fields(self) -> dict[str, Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
@@ -66,6 +73,7 @@ class Played:
             "finish": self.finish,
             "session": self.session,
             "choices": choices,
+            "images": self.images,
         }
 
 
@@ -92,9 +100,16 @@ class Player:
     """Plays samples, many at once; made once for each worker process."""
 
     def __init__(
-        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+        self,
+        config: RunConfig,
+        decode: Decode,
+        open_chat: OpenChat,
+        read: Read | None = None,
+        pictures: "SessionPictures | None" = None,
     ) -> None:
+        """`pictures` takes in what sessions show, where the run has pictures."""
         self.config = config
+        self.pictures = pictures
         self.section = config.rollout.environment
         self.decode = decode
         self.open_chat = open_chat
@@ -158,7 +173,8 @@ class SingleTurn(Player):
     """The smallest environment: one completion, and nothing that answers it."""
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        generation = await Recording.of(ask).turn(ticket.prompt_ids.tolist(), ticket.sampling)
+        prompt_ids = ticket.prompt_ids.tolist()
+        generation = await Recording.of(ask).turn(prompt_ids, ticket.sampling, ticket.images)
         # Not validated here: the trajectory that is made of it is, and doing it twice would cost time.
         sampled: dict[str, Any] = {
             "prompt_ids": ticket.prompt_ids,
@@ -174,6 +190,7 @@ class SingleTurn(Player):
             generation.finish,
             choices=generation.choices,
             thought=reading.thought,
+            images=ticket.images,
         )
 
 

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment, Turn, VersionSpan
 from tidemill.services.rollout.engines.engine import Generation
 
 
 class SegmentRecorder:
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], images: Sequence[Image] = ()) -> None:
         self.prompt_ids = list(prompt_ids)
+        self.images = list(images)
+        """Pictures of prompt and completion, by the order of their tokens."""
         self.completion_ids: list[int] = []
         self.turns: list[Turn] = []
         self.kept = Rows.nothing(0)
@@ -63,8 +66,10 @@ class SegmentRecorder:
         if routes is not None:
             self.routes.append(routes)
 
-    def add_context(self, ids: Sequence[int]) -> None:
-        """Add tokens of the environment, or of the chat format between two turns."""
+    def add_context(self, ids: Sequence[int], images: Sequence[Image] = ()) -> None:
+        """Add tokens of the environment, or of the chat format between two turns, with pictures whose places
+        count from the prompt's first token on."""
+        self.images += images
         self._append(ids, [0.0] * len(ids), is_trained=False)
 
     def describe_last_turn(self, **fields: object) -> None:
@@ -92,6 +97,7 @@ class SegmentRecorder:
         before.completion_ids = list(self.completion_ids)
         before._logprobs = list(self._logprobs)
         before._mask = list(self._mask)
+        before.images = list(self.images)
         before.turns = self.turns[:-1]
         before._cut(before.turns[-1].end)
         return before
@@ -100,10 +106,17 @@ class SegmentRecorder:
         """Forget the tokens of the completion from `num_tokens` on; its turns stay."""
         del self.completion_ids[num_tokens:], self._logprobs[num_tokens:], self._mask[num_tokens:]
         self.kept = self.kept[:num_tokens]
+        self.images = self.images_within(num_tokens)
         if self.routes:
             self.routes = [Rows.joined(self.routes)[: len(self.prompt_ids) + num_tokens]]
         # A completion begins with a span, also if all of its tokens are removed.
         self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
+
+    def images_within(self, num_tokens: int) -> list[Image]:
+        """Those of the prompt and of the first `num_tokens` of the completion. None is cut: what a client may
+        rewrite begins behind the last one."""
+        end = len(self.prompt_ids) + num_tokens
+        return [image for image in self.images if image.first < end]
 
     def segment(self) -> Segment:
         """The segment as it goes onto the wire. Raises ValueError: nothing was generated in it."""
@@ -135,6 +148,14 @@ class SegmentRecorder:
             first = 0
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, first))
+
+
+def images_in(recorders: Sequence[SegmentRecorder]) -> tuple[Image, ...]:
+    """The pictures of a sample, from the recorders of its segments."""
+    images: list[Image] = []
+    for number, recorder in enumerate(recorders):
+        images += (image.model_copy(update={"segment": number}) for image in recorder.images)
+    return tuple(images)
 
 
 def choices_of(recorders: Sequence[SegmentRecorder]) -> dict[str, Rows]:

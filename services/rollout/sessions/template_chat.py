@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.data.image_columns import IMAGE_PART, TEXT_PART
 from tidemill.common.run.special_tokens import TokenReader, num_appended_by
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
@@ -46,9 +47,12 @@ class TemplateChat:
         call_format: str = "auto",
         has_template: bool = True,
         reader: TokenReader | None = None,
+        reserved: Sequence[str] | None = None,
     ) -> None:
-        """`reader` makes text of a turn; without one, special tokens are hidden."""
+        """`reader` makes text of a turn; without one, special tokens are hidden. `reserved`, of a model that
+        sees, are the names of tokens that stand for pictures or around them."""
         self._reader = reader
+        self._reserved = reserved
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._special_ids = frozenset(tokenizer.all_special_ids)
@@ -60,13 +64,17 @@ class TemplateChat:
         self._own_parser = call_format == "auto" and bool(getattr(tokenizer, "response_template", None))
         self._call_format = format_of(str(template or "")) if call_format == "auto" else call_format
         self._speaks = self._opening() if self.has_template else ""
-        ids = self.encode(self._speaks)
+        ids = self._encode(self._speaks)
         self._opening_id = ids[0] if ids and ids[0] in self._special_ids else None
         self._opens_thought = reader is not None and reader.is_thought_open(ids)
         # For this object alone: a cache on the method would keep every chat, and its tokenizer, alive.
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
     def encode(self, text: str) -> list[int]:
+        return self._encode(without_names(text, self._reserved or ()))
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids of text that the template has written, or that has no names of reserved tokens."""
         # The template has written the special tokens; the tokenizer would add another BOS. It takes no
         # lone surrogates, which JSON of clients and servers may hold.
         encoded = self._tokenizer(sendable(text), add_special_tokens=False, return_attention_mask=False)
@@ -78,7 +86,7 @@ class TemplateChat:
             ids: list[int] = self._tokenizer(sendable(_text_of(messages)))["input_ids"]
             return ids[: len(ids) - self._num_ends]  # the model continues it
         is_prefilled = bool(messages) and messages[-1].get("role") == "assistant"
-        return self.encode(self._rendered(messages, tools, speaks=not is_prefilled, continues=is_prefilled))
+        return self._encode(self._rendered(messages, tools, speaks=not is_prefilled, continues=is_prefilled))
 
     def extend(
         self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
@@ -88,7 +96,7 @@ class TemplateChat:
         caller = _called_by(messages)
         is_prefilled = messages[-1].get("role") == "assistant"
         chat = [*_marked(caller), *messages]
-        after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
+        after = self._encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         shared = num_shared(after, self._ending(caller))
         last = turn_ids[-1] if is_stopped and turn_ids else None
         end = self._place_of_end(after, shared, last)
@@ -180,7 +188,7 @@ class TemplateChat:
 
     def _ending_of(self, caller: tuple[str, str] | None) -> list[int]:
         """Ids after the mark in a chat that ends with it."""
-        return self.encode(self._after_mark(_marked(caller), (), speaks=False))
+        return self._encode(self._after_mark(_marked(caller), (), speaks=False))
 
     def _after_mark(
         self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool, continues: bool = False
@@ -208,6 +216,9 @@ class TemplateChat:
         """Text of a chat. Templates want arguments as objects, except those that want text."""
         from jinja2 import TemplateError
 
+        if self._reserved is not None:
+            messages = [_in_parts(message, self._reserved) for message in messages]
+            tools = without_names(list(tools), self._reserved)
         for arguments_are_text in (False, True):
             try:
                 text: str = self._tokenizer.apply_chat_template(
@@ -239,7 +250,15 @@ def open_chat(config: RunConfig) -> ChatFormat:
     folder = open_model(config.model)
     has_template = config.data.chat_template != "never"
     call_format = config.rollout.environment.call_format
-    return TemplateChat(folder.tokenizer, folder.eos_ids, call_format, has_template, folder.reader)
+    reserved: list[str] | None = None
+    if config.images is not None:
+        from tidemill.common.images.processor import load_processor
+
+        processor = load_processor(config.model.path, config.images)
+        reserved = [
+            str(name) for name in folder.tokenizer.convert_ids_to_tokens(list(processor.reserved_ids))
+        ]
+    return TemplateChat(folder.tokenizer, folder.eos_ids, call_format, has_template, folder.reader, reserved)
 
 
 def _called_by(messages: Sequence[ChatMessage]) -> tuple[str, str] | None:
@@ -278,6 +297,35 @@ def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
                 function["arguments"] = {}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _in_parts(message: ChatMessage, reserved: Sequence[str]) -> dict[str, Any]:
+    """The message as the template of a model that sees wants it: its content as a list of parts. A picture is
+    a part without its reference, and no text has the name of a reserved token."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        content = [{"type": TEXT_PART, "text": str(content)}] if content else []
+    parts = [{"type": IMAGE_PART} if item.get("type") == IMAGE_PART else item for item in content]
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    kept = without_names({"content": parts, **others}, reserved)
+    return {"role": message.get("role"), **kept}
+
+
+def without_names(value: Any, names: Sequence[str]) -> Any:
+    """The value, in whose texts a space parts each of these names, so that it is read as text.
+
+    In a prompt the name of a token that stands for pixels would take the place of a picture. In a session the
+    model may have spelled it, and a tool repeated it, which is nobody's fault.
+    """
+    if isinstance(value, str):
+        for name in names:
+            value = value.replace(name, f"{name[:1]} {name[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_names(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_names(item, names) for item in value]
+    return value
 
 
 def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemill.common.wire.arrays import Int32
+from tidemill.common.wire.images import images_of
 from tidemill.common.wire.messages import TrajectoryKey
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
@@ -333,5 +334,5 @@ def split_groups(
 def _rows_of(sample: Sample) -> Iterator[Int32]:
     """Prompt and completion of each of the sample's rows, end to end, with their routes and pictures."""
     for number, ids in enumerate(sample.rows):
-        sequence = with_pictures(ids, sample.images)
+        sequence = with_pictures(ids, images_of(sample.images, number))
         yield with_routes(sequence, sample.routes[number].keys if sample.routes else None)

@@ -3,6 +3,7 @@
 Only runs with the section `images` check anything. The processor and the store are imported then.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import numpy as np
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.store import ClaimStore
-from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image
+from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image, images_of
 from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment
 
 if TYPE_CHECKING:
     from tidemill.common.images.processor import PictureProcessor
@@ -40,23 +42,10 @@ class PictureCheck:
             StoreError: as `ImageStore.read`. Its text begins with `PICTURES_FAULT`, as it becomes the
                 sample's fault where only this picture cannot be read.
         """
-        for segment in sample.segments:
-            is_banned = np.isin(segment.completion_ids, self._processor.banned_ids)
-            if is_banned.any():
-                token = int(np.argmax(is_banned))
-                return (
-                    f"{PLACEHOLDER_FAULT}token {token} of a completion is id "
-                    f"{segment.completion_ids[token]}, which stands for a picture and is never sampled"
-                )
-        is_placeholder = sample.prompt_ids == self._processor.placeholder_id
-        is_expected = np.zeros(len(sample.prompt_ids), dtype=np.bool_)
-        for image in sample.images:
-            is_expected[image.first : image.end] = True
-        if not np.array_equal(is_placeholder, is_expected):
-            return (
-                f"{PLACEHOLDER_FAULT}{np.count_nonzero(is_placeholder)} tokens of the prompt stand for "
-                f"pictures, and its {len(sample.images)} pictures have {np.count_nonzero(is_expected)}"
-            )
+        for number, segment in enumerate(sample.segments):
+            fault = self._fault_of_tokens(segment, images_of(sample.images, number))
+            if fault:
+                return f"{PLACEHOLDER_FAULT}{fault}"
         try:
             for image in sample.images:
                 self._check_image(image)
@@ -64,6 +53,36 @@ class PictureCheck:
             return f"{PICTURES_FAULT}{error}"
         except StoreError as error:
             raise type(error)(f"{PICTURES_FAULT}{error}") from error
+        return ""
+
+    def _fault_of_tokens(self, segment: Segment, images: Sequence[Image]) -> str:
+        """What is wrong with a segment's tokens that stand for pictures; empty where nothing is."""
+        num_prompt = len(segment.prompt_ids)
+        ids = np.concatenate([segment.prompt_ids, segment.completion_ids])
+        is_expected = np.zeros(len(ids), dtype=np.bool_)
+        for image in images:
+            is_expected[image.first : image.end] = True
+        # Of a completion only what an environment has shown may stand for pictures.
+        is_wrong = np.isin(segment.completion_ids, self._processor.banned_ids)
+        is_wrong &= segment.mask | ~is_expected[num_prompt:]
+        if is_wrong.any():
+            token = int(np.argmax(is_wrong))
+            return (
+                f"token {token} of a completion is id {segment.completion_ids[token]}, which stands for a "
+                "picture and is never sampled"
+            )
+        is_placeholder = ids == self._processor.placeholder_id
+        num_in_prompt = sum(image.first < num_prompt for image in images)
+        for name, tokens, num_images in (
+            ("the prompt", slice(num_prompt), num_in_prompt),
+            ("a completion", slice(num_prompt, None), len(images) - num_in_prompt),
+        ):
+            if not np.array_equal(is_placeholder[tokens], is_expected[tokens]):
+                count = np.count_nonzero(is_placeholder[tokens])
+                return (
+                    f"{count} tokens of {name} stand for pictures, and its {num_images} pictures have "
+                    f"{np.count_nonzero(is_expected[tokens])}"
+                )
         return ""
 
     def _check_image(self, image: Image) -> None:

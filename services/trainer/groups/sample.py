@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
 from tidemill.common.wire.choices import KEPT, NUM_ROWS, ROUTES, Rows
-from tidemill.common.wire.images import Image, check_images
+from tidemill.common.wire.images import Image, check_images, images_of
 from tidemill.common.wire.messages import Trajectory, TrajectoryKey, fault_of
 from tidemill.common.wire.segments import Segment
 from tidemill.services.trainer.groups.columns import SampleColumns, Values
@@ -112,7 +112,7 @@ class Sample:
     kept: Rows | None = None
     """[T], the ids that each token was sampled from; an empty row: from all."""
     images: tuple[Image, ...] = ()
-    """Pictures of the prompt, by the order of their tokens."""
+    """Pictures of the segments, by the order of their tokens."""
     teacher: str = ""
     """The teacher of its data source."""
     teacher_weight: float = 0.0
@@ -162,12 +162,9 @@ class Sample:
         self.num_trained = int(np.count_nonzero(self.mask))
 
     def _check_images(self) -> None:
-        if len(self.segments) > 1:
-            raise ValueError(
-                f"trajectory {self.key}: it has pictures and {len(self.segments)} segments; pictures work in "
-                "samples of one segment"
-            )
-        check_images(self.images, len(self.prompt_ids))
+        check_images(
+            self.images, [len(segment.prompt_ids) + segment.num_completion for segment in self.segments]
+        )
 
     def _check_routes(self) -> None:
         expected = [len(segment.prompt_ids) + segment.num_completion - 1 for segment in self.segments]
@@ -196,6 +193,19 @@ class Sample:
                 start += num_completion
             self._rows = tuple(rows)
         return self._rows
+
+    @property
+    def text_mask(self) -> Bits:
+        """Which completion tokens are text, of the model or of an environment: a token that stands for a part
+        of a picture has no probability. Shape [T]."""
+        is_text = np.ones(len(self.completion_ids), dtype=np.bool_)
+        start = 0
+        for number, segment in enumerate(self.segments):
+            first = start - len(segment.prompt_ids)
+            for image in images_of(self.images, number):
+                is_text[max(start, first + image.first) : max(start, first + image.end)] = False
+            start += segment.num_completion
+        return is_text
 
     def fill(self, name: str, values_T: Values) -> None:
         """Add a column, or replace it; not the advantages, which `set_advantage` writes.

@@ -22,6 +22,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits
+from tidemill.common.wire.images import images_of
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import (
@@ -71,7 +72,10 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                 ids = sample.rows[number][: sources[-1] + 1]
                 kept = sample.kept and sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                rows.append(Row(i, ids, sources, targets, places, kept, routes, sample.images))
+                # Those after the last scored token are cut off with it; none is cut in its middle, for the
+                # token that is scored last, and what predicts it, are no part of one.
+                images = tuple(image for image in images_of(sample.images, number) if image.first < len(ids))
+                rows.append(Row(i, ids, sources, targets, places, kept, routes, images))
             start = end
     return rows
 

@@ -254,12 +254,12 @@ class TransformersPolicy(ExportsWeights):
         return most - len(plan)
 
     def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[Tile]:
-        """Tiles with every completion token, trained or not; no tile has samples of two parts."""
+        """Tiles with every completion token, trained or not, but for those of pictures; no tile has samples
+        of two parts."""
         tiles: list[Tile] = []
         first = 0
         for samples in parts:
-            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
-            rows = make_rows(samples, everything, first)
+            rows = make_rows(samples, [sample.text_mask for sample in samples], first)
             tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
             first += len(samples)
         return tiles

@@ -9,6 +9,8 @@ import pytest
 
 from tests.contract.rollout.test_rollout_parts import LONG, left_by, tokens_of
 from tests.support.numbered import append_numbered
+from tests.support.picture_samples import TEXT_IDS, png_of
+from tests.support.picture_sessions import THIS, Stage
 from tests.support.pictures import image_of, noise_png
 from tests.support.rollout_worker import SIZE, is_settled, samples_of, take_over
 from tests.support.training import trainer_config
@@ -184,6 +186,75 @@ async def test_a_ticket_with_pictures_in_a_run_of_text_is_dead_lettered_with_the
             await worker.lane.generate(await worker.fetch())
 
 
-def test_sessions_with_pictures_are_refused_by_name():
-    with pytest.raises(ConfigError, match="single turn only"):
-        trainer_config(**SEES, rollout__environment={"use": "agent", "agent": "x:y"})
+def session_settings(stage: Stage) -> dict[str, Any]:
+    """Of a worker that plays sessions in which pictures are shown, with an engine that draws random ids."""
+    return SEES | {
+        "model__path": str(stage.folder),
+        "model__max_model_len": 400,
+        "data__train": "train.jsonl",
+        "data__max_prompt_tokens": 128,
+        "images__max_pixels": stage.config.images.max_pixels,
+        "rollout__engine": "transformers",
+        "rollout__simulated": {"tokens": 4, "vocab_size": TEXT_IDS},
+        "rollout__environment": {"use": f"{THIS}:Gallery", "attempts": 1, "processes": 1},
+        "rollout__sampling": {"max_tokens": 12},
+    }
+
+
+async def test_a_session_is_taken_over_with_the_pictures_that_it_has_shown(make, broker, keys, tmp_path):
+    stage = Stage(tmp_path, use=f"{THIS}:Gallery")
+    settings = session_settings(stage)
+    ticket = stage.ticket([png_of(0)], ticket=0, group_size=SIZE)
+    await issue(broker, keys, ticket.model_copy(update={"sampling": SamplingParams(max_tokens=12)}))
+    async with make("w1", **settings) as first, make("w2", **settings) as second:
+        await first.player.start()
+        delivery, plays = await left_by(first, broker, keys)
+        assert {len(play.parts) for play in plays} == {2}
+        raw = await broker.execute("HGETALL", keys.parts(keys.progress(0)))
+        assert not any(b"IHDR" in value for value in raw[1::2]), "no pixels in Redis"
+        await first.player.close()
+        requests = note_requests(second)
+        await second.player.start()
+        await second.lane.generate(await take_over(broker, keys, delivery, second))
+        await second.player.close()
+    samples = {sample.index: sample for sample in await samples_of(broker, keys)}
+    assert await is_settled(broker, keys) and sorted(samples) == list(range(SIZE))
+    store = ImageStore(tmp_path)
+    for index, play in enumerate(plays):
+        sample = samples[index]
+        assert not sample.fault and len(sample.session.turns) == 3
+        assert sample.completion_ids[:4].tolist() == tokens_of(play)[:4]
+        assert sample.images[0] == ticket.images[0] and len(sample.images) == 3
+        seen = [request for request in requests if request.request_id.startswith(f"train-0-{index}-")]
+        # The first turn is not asked again.
+        assert [len(request.pictures) for request in seen] == [2, 3]
+        assert [picture.image.digest for picture in seen[-1].pictures] == [i.digest for i in sample.images]
+        for picture in seen[-1].pictures:
+            assert store.read(picture.image) == picture.png
+
+
+async def test_a_session_whose_picture_is_gone_is_published_as_failed(make, broker, keys, tmp_path):
+    stage = Stage(tmp_path, use=f"{THIS}:Gallery")
+    settings = session_settings(stage)
+    ticket = stage.ticket([], ticket=0, group_size=SIZE)
+    await issue(broker, keys, ticket.model_copy(update={"sampling": SamplingParams(max_tokens=12)}))
+    async with make("w1", **settings) as first, make("w2", **settings) as second:
+        await first.player.start()
+        delivery, _ = await left_by(first, broker, keys)
+        await first.player.close()
+        for path in (tmp_path / IMAGES_FOLDER).iterdir():
+            path.unlink()
+        await second.player.start()
+        await second.lane.generate(await take_over(broker, keys, delivery, second))
+        await second.player.close()
+    samples = await samples_of(broker, keys)
+    assert len(samples) == SIZE
+    assert all(sample.fault.startswith(PICTURES_FAULT) for sample in samples)
+    assert await is_settled(broker, keys)
+
+
+def test_sessions_with_pictures_need_the_models_processor():
+    with pytest.raises(ConfigError, match="loads no model"):
+        trainer_config(
+            **SEES, rollout__engine="simulated", rollout__environment={"use": "agent", "agent": "x:y"}
+        )

@@ -9,6 +9,7 @@ import pytest
 
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
 from tests.support.picture_samples import png_of
+from tests.support.sessions import make_segment, make_session
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import run, trainer_context
@@ -17,8 +18,11 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
+from tidemill.common.images.processor import load_processor
+from tidemill.common.images.store import ImageStore
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.store import ClaimStore
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
@@ -119,6 +123,90 @@ async def test_steps_with_pictures_replay_from_the_archive_alone(make_pictures_r
     await archive_run(broker, keys, context.run_dir, context.config.streams.archive, is_last=True)
     results = await replayed(context, 0, STEPS - 1)
     assert [result["equal"] for result in results] == [True, True]
+
+
+class Sessions:
+    """Answers tickets with sessions: the environment shows a picture after the first turn, and a second
+    segment has another one."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.store = ImageStore(context.run_dir)
+        self.processor = load_processor(context.config.model.path, context.config.images)
+
+    def context_of(self, seed: int, first: int, segment: int) -> tuple[tuple[int, ...], Image]:
+        """Tokens of an answer that begins at token `first`, and the picture in it."""
+        png = png_of(seed, 84, 56)
+        ids, ((start, count),) = self.processor.expand([5, self.processor.placeholder_id, 6], [png])
+        image = Image(
+            digest=self.store.put(png),
+            num_bytes=len(png),
+            width=84,
+            height=56,
+            first=first + start,
+            num_tokens=count,
+            segment=segment,
+        )
+        return tuple(ids.tolist()), image
+
+    def answer(self, ticket: Ticket, index: int, is_wrong: bool = False) -> Trajectory:
+        prompt = tuple(ticket.prompt_ids.tolist())
+        turn = (3 + ticket.ticket % 20, 4 + index)
+        seed = 1000 + ticket.ticket
+        ids, image = self.context_of(seed, len(prompt) + len(turn), 0)
+        # A history of its own, without the pictures of the prompt.
+        other_prompt = (*turn, 8, 9)
+        other_ids, other_image = self.context_of(seed + index, len(other_prompt) + len(turn), 1)
+        segments = [
+            make_segment(prompt, turn, ids, (7, *turn), logprob=-1.0),
+            make_segment(other_prompt, turn, other_ids, (9,), logprob=-1.0),
+        ]
+        segments = [s.model_copy(update={"spans": ((ticket.min_version, 0),)}) for s in segments]
+        if is_wrong:
+            image = image.model_copy(update={"first": image.first - 1})
+        return make_session(
+            ticket.ticket,
+            index,
+            *segments,
+            step=ticket.step,
+            group_size=ticket.group_size,
+            images=(*ticket.images, image, other_image),
+            ground_truth=ticket.ground_truth,
+            source=ticket.source,
+        )
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+async def test_sessions_with_pictures_in_later_turns_and_forks_replay_from_streams_and_archive(
+    make_pictures_run, broker, keys, family
+):
+    context = make_pictures_run(family, streams={"archive": {"enabled": True, "segment_mb": 0.004}})
+    sessions = Sessions(context)
+    async with answering_with(broker, keys, sessions.answer):
+        await run(context)
+    commits = await commits_of(broker, keys)
+    assert not any(commit.dropped for commit in commits)
+    results = await replayed(context, 0, STEPS - 1, broker=broker)
+    assert [result["equal"] for result in results] == [True, True]
+    await archive_run(broker, keys, context.run_dir, context.config.streams.archive, is_last=True)
+    results = await replayed(context, 0, STEPS - 1)
+    assert [result["equal"] for result in results] == [True, True]
+
+
+async def test_a_later_picture_at_other_tokens_than_its_own_fails_its_sample_alone(
+    make_pictures_run, broker, keys
+):
+    context = make_pictures_run(group_size=4)
+    sessions = Sessions(context)
+
+    def spoiled(ticket: Ticket, index: int) -> Trajectory:
+        return sessions.answer(ticket, index, is_wrong=index == 1)
+
+    async with answering_with(broker, keys, spoiled):
+        await run(context)
+    commits = await commits_of(broker, keys)
+    for commit in commits:
+        dropped = {(ticket, index): reason for ticket, index, reason in commit.dropped}
+        assert dropped == {(ticket, 1): "bad_numbers" for ticket in commit.groups}
 
 
 async def test_a_sample_without_its_picture_or_with_a_placeholder_fails_alone(

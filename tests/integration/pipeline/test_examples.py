@@ -21,6 +21,7 @@ from tidemill.common.config import load_config
 from tidemill.common.images.store import ImageStore
 from tidemill.common.run.state import METRICS_FILE, PROFILES, STEP, read_records
 from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.console.look.sessions import PICTURE
 
 SHORT = {"trainer__loggers": "[]", "streams__trim": "false"}
 
@@ -233,3 +234,44 @@ async def test_a_model_that_sees_is_trained_on_pictures_and_a_broken_one_costs_i
         assert digest in tidemill(tmp_path, *words, url=run.url)
         tidemill(tmp_path, "trace", f"{ticket}.0", "shapes", url=run.url)
         tidemill(tmp_path, "rescore", "shapes", "--reward", "exact_match", url=run.url)
+
+
+async def test_a_game_that_shows_a_picture_in_its_second_turn_is_checked_trained_and_replayed(tmp_path):
+    rows = tmp_path / "data"
+    draw_pictures(rows, 24)
+    model = made("shapes/make_model.py", tmp_path / "made", 80)
+    steps = 2
+    config = load_config(
+        REPO / "examples/shapes/game.yaml",
+        settings(
+            **SHORT,
+            model__path=model,
+            data__train=rows / "train.jsonl",
+            data__eval="{}",
+            expect__eval_gain="null",
+            trainer__steps=steps,
+            trainer__groups_per_step=8,
+            trainer__algorithm__filter_zero_variance=False,
+        ),
+    )
+    config_file = tmp_path / "game.yaml"
+    config_file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert "[1 pictures]" in tidemill(tmp_path, "check", str(config_file))
+    async with ServiceRun(tmp_path, config, "game") as run:
+        run.start_all()
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        commits = await commits_of(run.broker, run.keys)
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        for sample in samples:
+            assert sample.session is not None and not sample.fault
+            assert len(sample.images) == len(sample.session.turns)
+        later = {(sample.ticket, sample.images[1].digest) for sample in samples if len(sample.images) == 2}
+        # All samples of a group are shown the same.
+        assert later and len(later) == len({ticket for ticket, _ in later})
+        trained = [commit.trained_keys for commit in commits]
+        assert [len(set(keys)) for keys in trained] == [64] * steps
+        assert_replays(tmp_path, "game", list(range(steps)), run.url)
+        longest = next(sample for sample in samples if len(sample.images) == 2)
+        traced = tidemill(tmp_path, "trace", f"{longest.ticket}.{longest.index}", "game", url=run.url)
+        assert PICTURE in traced

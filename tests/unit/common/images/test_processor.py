@@ -77,7 +77,7 @@ def test_placeholders_become_what_the_familys_own_processor_writes(family, proce
         Image(digest="0" * 32, num_bytes=1, width=1, height=1, first=first, num_tokens=count)
         for first, count in spans
     ]
-    check_images(images, len(expanded))
+    check_images(images, [len(expanded)])
     assert collapse(expanded, images, processor.placeholder_id).tolist() == plain
     assert processor.num_tokens(pictures) == [count for _, count in spans]
 
@@ -161,11 +161,11 @@ def test_spans_are_checked():
     def image(first: int, count: int) -> Image:
         return Image(digest="0" * 32, num_bytes=1, width=1, height=1, first=first, num_tokens=count)
 
-    check_images([image(0, 2), image(2, 3)], 5)
+    check_images([image(0, 2), image(2, 3)], [5])
     for images, length in (
         ([image(0, 3), image(2, 1)], 9),
         ([image(3, 1), image(0, 1)], 9),
         ([image(4, 2)], 5),
     ):
         with pytest.raises(ValueError, match="token"):
-            check_images(images, length)
+            check_images(images, [length])

@@ -1,0 +1,67 @@
+"""A session's environment whose pictures are taken in as it shows them: its answers have references.
+
+Between the environment and whatever records or reads its answers, so that pixels are in neither.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
+from tidemill.services.rollout.environments.environment import (
+    Act,
+    Closing,
+    Environment,
+    Opening,
+    Row,
+)
+from tidemill.services.rollout.sessions.picture_parts import is_seen
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.sessions.pictures import SessionPictures
+
+NO_SECTION = (
+    "the environment shows a picture, and the run has no section `images`: add `images: {}` to train a model "
+    "that sees, or let it answer in text"
+)
+
+
+class SeenEnvironment(Environment):
+    """Raises EnvironmentFaultError where a picture is none that is taken, or the run has no pictures."""
+
+    def __init__(self, inner: Environment, pictures: "SessionPictures | None") -> None:
+        self._inner = inner
+        self._pictures = pictures
+
+    async def reset(self, row: Row) -> Opening:
+        opening = await self._inner.reset(row)
+        if opening.messages is None:
+            return opening
+        return replace(opening, messages=await self._taken(opening.messages, "reset"))
+
+    async def restore(self, mark: Any) -> None:
+        await self._inner.restore(mark)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        act = await self._inner.call(name, arguments)
+        return replace(act, messages=await self._taken(act.messages, "step"))
+
+    async def step(self, text: str) -> Act:
+        act = await self._inner.step(text)
+        return replace(act, messages=await self._taken(act.messages, "step"))
+
+    async def finish(self) -> Closing:
+        return await self._inner.finish()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _taken(self, messages: Sequence[Mapping[str, Any]], kind: str) -> Sequence[Mapping[str, Any]]:
+        if not any(is_seen(message.get("content")) for message in messages):
+            return messages
+        if self._pictures is None:
+            raise EnvironmentFaultError(NO_SECTION, kind)
+        try:
+            return [await self._pictures.take_message(message) for message in messages]
+        except BrokenImageError as error:
+            raise EnvironmentFaultError(f"a picture that the environment shows: {error}", kind) from error
