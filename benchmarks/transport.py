@@ -41,7 +41,8 @@ from benchmarks.report import in_turns, machine, paired_ratio, print_result, pri
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Consumer, Delivery, Garbled, OffsetReader, append
+from tidemill.common.streams import Delivery, Garbled, OffsetReader, append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey

@@ -158,6 +158,10 @@ QWEN_PROCESSOR = {
     "merge_size": 2,
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": MOST_PIXELS},
+    # As on the hub: vLLM would normalise pixels by these.
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 LLAVA_PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",

@@ -73,8 +73,12 @@ class ImageDoor:
         self._lock = Lock()
         self._form = f"{FORM}:{config.max_pixels}"
         """Of all keys of notes: with another bound a picture becomes another one."""
+        self._ends_in_half_a_line = False
+        """Of the notes: a trainer died as it wrote them."""
         if self._notes_path is not None and self._notes_path.is_file():
-            self._notes = _read_notes(self._notes_path)
+            written = self._notes_path.read_bytes()
+            self._notes = _read_notes(written)
+            self._ends_in_half_a_line = not written.endswith(b"\n")
 
     def take(self, sources: Sequence[ImageSource]) -> list[StoredPicture]:
         """The pictures of these sources, in order; with `fault` where one is refused.
@@ -195,7 +199,12 @@ class ImageDoor:
         if not notes or self._notes_path is None:
             return
         lines = [json.dumps(_as_plain(key, picture)) for key, picture in notes.items()]
-        append_durably(self._notes_path, "".join(f"{line}\n" for line in lines).encode(), "notes of pictures")
+        text = "".join(f"{line}\n" for line in lines)
+        if self._ends_in_half_a_line:
+            # Else the first note here would be lost with it, and a URL fetched again.
+            text = f"\n{text}"
+            self._ends_in_half_a_line = False
+        append_durably(self._notes_path, text.encode(), "notes of pictures")
 
 
 def _as_plain(key: str, picture: StoredPicture) -> dict[str, Any]:
@@ -210,9 +219,9 @@ def _as_plain(key: str, picture: StoredPicture) -> dict[str, Any]:
     }
 
 
-def _read_notes(path: Path) -> dict[str, StoredPicture]:
+def _read_notes(written: bytes) -> dict[str, StoredPicture]:
     notes = {}
-    for line in path.read_bytes().splitlines():
+    for line in written.splitlines():
         try:
             fields = json.loads(line)
             key = fields.pop("source")

@@ -6,6 +6,7 @@ installed, gives other pixels for some sizes. Tokens are counted from what the p
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ import xxhash
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.images.families import Family, family_of
+from tidemill.common.images.pictures import MAX_ASPECT
 from tidemill.common.wire.arrays import Int32
 
 if TYPE_CHECKING:
@@ -81,6 +83,24 @@ class PictureProcessor:
                 self.image_processor, self._config, inputs
             )
         return self._num_tokens_of_size[size]
+
+    def most_tokens(self) -> int:
+        """A bound on the tokens of a picture, whatever its size, of those that the door lets in.
+
+        Example: 1,280 for at most 1,003,520 pixels, of which a token stands for 28 x 28.
+        """
+        if not self.family.has_edges:
+            return self.num_tokens_of(SMALL, SMALL)  # all are made of one size
+        # Both sides become multiples of that of a token; then the product is below the bound, but for strips.
+        side = int(self.image_processor.patch_size) * int(self.image_processor.merge_size)
+        longest = int(self.call_kwargs["size"]["longest_edge"])
+        shortest = int(self.call_kwargs["size"]["shortest_edge"])
+        # As high as one token, however small that makes it; of less than half of it, it would be enlarged.
+        num_of_strip = math.ceil(min(math.sqrt(longest * MAX_ASPECT) / side, 2 * longest / side**2))
+        # Sides of a picture that is enlarged are rounded up.
+        root = math.sqrt(shortest) / side
+        num_enlarged = math.floor((root * math.sqrt(MAX_ASPECT) + 1) * (root / math.sqrt(MAX_ASPECT) + 1))
+        return max(longest // side**2, num_of_strip, num_enlarged)
 
     def expand(self, ids: Sequence[int] | Int32, pictures: Sequence[bytes]) -> tuple[Int32, list[Span]]:
         """The ids with each placeholder repeated for all tokens of its picture, and these tokens' spans.

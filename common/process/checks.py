@@ -126,6 +126,16 @@ def compute_memory(config: RunConfig, machine: Mapping[str, Any]) -> Answer:
     return _ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")
 
 
+def most_picture_tokens(config: RunConfig) -> int:
+    """Have a process of the trainer load the image processor; returns a bound on the tokens of a picture.
+
+    Raises:
+        ConfigError: the processor cannot be loaded.
+    """
+    subject = f"the image processor of {config.model.path}"
+    return int(_ask(Program.TRAINER_PICTURES, config.model_dump(mode="json"), subject)["most_tokens"])
+
+
 def gib(value: float) -> str:
     return f"{value / (1 << 30):.1f}"
 

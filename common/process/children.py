@@ -37,9 +37,10 @@ PASS_VARIABLE = "TIDEMILL_PASS_ENV"
 HANDED_ON = (
     "PATH", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMP", "TEMP", "TMPDIR", "HOSTNAME",
     "HOME", "*_HOME", "*PATH", "*_DIR", "*_ROOT", "*_CACHE", "XDG_*", "VIRTUAL_ENV", "CONDA_*", "PYTHON*",
-    "*_PROXY", "*_proxy", "SSL_*", "*_CA_BUNDLE", "DOCKER_*", "NODE_*", "NPM_*", "OMP_*", "MKL_*",
-    "OPENBLAS_*", "NUMEXPR_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "TORCH*",
-    "TRITON_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "COVERAGE_*", "COV_*", "TIDEMILL_*",
+    "*_PROXY", "*_proxy", "SSL_*", "*_CA_BUNDLE", "DOCKER_*", "CONTAINER_HOST", "CONTAINERS_*",
+    "NODE_*", "NPM_*", "OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "MALLOC_*", "CUDA_*", "NVIDIA_*",
+    "HIP_*", "ROCR_*", "ROCM_*", "TORCH*", "TRITON_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*",
+    "COVERAGE_*", "COV_*", "TIDEMILL_*",
 )  # fmt: skip
 """Variables that programs need. No others are handed on: any variable may hold a key."""
 _SECRET = re.compile("KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH")

@@ -31,6 +31,8 @@ class Program(StrEnum):
     """Computes what a run takes of GPUs and hosts."""
     TRAINER_MACHINE = "tidemill.services.trainer.machine"
     """Looks at the machine, and measures it."""
+    TRAINER_PICTURES = "tidemill.services.trainer.picture_check"
+    """Loads the image processor, and bounds the tokens of a picture."""
     REWARD_CHECK = "tidemill.services.reward.check"
     """Loads every reward, and calls those that are functions."""
     ROLLOUT_CHECK = "tidemill.services.rollout.check"

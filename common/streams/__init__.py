@@ -1,6 +1,5 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from tidemill.common.streams.consumer import Consumer as Consumer
 from tidemill.common.streams.dead_letters import DeadLetterWriter as DeadLetterWriter
 from tidemill.common.streams.dead_letters import append_dead_letter as append_dead_letter
 from tidemill.common.streams.dead_letters import dead_letter as dead_letter

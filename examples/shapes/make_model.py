@@ -106,7 +106,9 @@ def train(rows: Rows, num_steps: int, peak_lr: float, share_wrong: float, seed: 
     held_out = draw.held_out()
     model = rows.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=num_steps, pct_start=0.1)
+    # Of fewer steps than 20, a tenth would be no step to warm up in: torch would divide by zero.
+    length = max(num_steps, 20)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=length, pct_start=0.1)
     model.train()
     for step in range(num_steps):
         questions = draw.make_questions(BATCH, randomness.getrandbits(32), held_out)

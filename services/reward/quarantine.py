@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable
 
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.streams import Delivery
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.messages import Trajectory
 
 FEW = 8

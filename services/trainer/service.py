@@ -32,10 +32,8 @@ from tidemill.services.trainer.durable.recovery import Replayer
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.evaluation import Evaluator
-from tidemill.services.trainer.groups.pictures import watch_pictures
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
-from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
 from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
@@ -72,7 +70,10 @@ async def _train(context: ServiceContext) -> None:
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker = context.broker
     keys = context.keys
-    if broker.claims is not None:
+    if context.config.images is not None and broker.claims is not None:
+        # A run of text imports nothing of it.
+        from tidemill.services.trainer.groups.pictures import watch_pictures
+
         await asyncio.to_thread(watch_pictures, broker.claims, context.config, context.run_dir)
     join = StreamJoin(broker, keys)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
@@ -157,6 +158,10 @@ async def _train_policy(
 
 def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:
     trainer = context.config.trainer
+    if not trainer.loggers:
+        return
+    from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
+
     config = context.config.model_dump(mode="json", exclude={"reward"})  # addresses of judges may hold keys
     for name in trainer.loggers:
         run = TrackedRun(context.keys.run_id, context.run_dir, trainer.logger_project, config, {})

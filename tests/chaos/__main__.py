@@ -5,6 +5,7 @@
     make chaos ARGS="--sessions"          # sessions, their environments and server killed too
     make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
     make chaos ARGS="--set rollout.sampling.top_p=0.95"    # sampling masks, claimed and trained
+    make chaos ARGS="--config examples/shapes/config.yaml"    # pictures; after `make demo-images`
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
     make chaos ARGS="--in-turn --set trainer.steps=30"     # each part once: what a crash costs
 
@@ -22,6 +23,7 @@ import asyncio
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +93,9 @@ def main(
             kinds = SESSION_KILLS if sessions else KILLS
             steps = run_config.trainer.steps
             faults = each_in_turn(steps) if in_turn else plan(number, kills, steps, kills=kinds)
-            run = torment(home, run_config, faults, number, load_policy, console.print)
+            # Pictures are in the run's folder.
+            load = partial(load_policy, run_dir=home / name)
+            run = torment(home, run_config, faults, number, load, console.print)
             outcomes.append(asyncio.run(run))
             print_faults(outcomes[-1])
     finally:

@@ -1,16 +1,14 @@
 """A trainer process that dies of SIGKILL at a given point, between things that must not be torn apart."""
 
 import asyncio
-import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.chaos.signals import arrange_signal
 from tests.support.training import make_context
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import Broker
@@ -65,7 +63,8 @@ def live(url: str, run_id: str, folder: str, config_json: str, death: Death | No
     torch.set_num_threads(1)
     WeightStore.max_chain_share = 10.0  # deltas however much has changed
     if death is not None:
-        _arrange(death)
+        owner, name, is_after = POINTS[death.point]
+        arrange_signal(owner, name, is_after, death.count, signal.SIGKILL)
     asyncio.run(_serve(url, Keys(run_id), Path(folder), RunConfig.model_validate_json(config_json)))
 
 
@@ -73,35 +72,3 @@ async def _serve(url: str, keys: Keys, folder: Path, config: RunConfig) -> None:
     broker = await Broker.connect(url)
     await serve(make_context(broker, keys, config, folder))
     await broker.close()
-
-
-def _arrange(death: Death) -> None:
-    owner, name, is_after = POINTS[death.point]
-    function: Callable[..., Any] = getattr(owner, name)
-    num_left = death.count
-
-    def count_down() -> None:
-        nonlocal num_left
-        num_left -= 1
-        if num_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_after:
-            count_down()
-        result = function(*args, **kwargs)
-        if is_after:
-            count_down()
-        return result
-
-    @wraps(function)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        if not is_after:
-            count_down()
-        result = await function(*args, **kwargs)
-        if is_after:
-            count_down()
-        return result
-
-    setattr(owner, name, call_async if asyncio.iscoroutinefunction(function) else call)

@@ -3,6 +3,7 @@ between a payload of choices and its entry."""
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, Kind, plan
 from tests.chaos.recovery import summary
+from tests.support.picture_runs import draw_rows, picture_config
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_full_steps, commits_of, messages
@@ -20,6 +22,7 @@ from tidemill.common.store.claims import CLAIMS_FOLDER
 from tidemill.common.wire.choices import KEPT
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 STEPS = 16
 SEED = 5
@@ -68,6 +71,36 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
     assert not outcome.disagreements
     assert not outcome.misjudged and not outcome.left_over
     assert Kind.REDIS.value in summary([outcome.watch])
+
+
+@pytest.mark.timeout(1200)  # processes with a model, on a busy machine
+async def test_a_run_with_pictures_loses_nothing_and_its_versions_are_those_of_undisturbed_training(tmp_path):
+    """Engine and trainer with a model that sees: what is trained again has the same pixels."""
+    config = picture_config(
+        tmp_path,
+        draw_rows(tmp_path, 8),
+        run_id="chaos",
+        rollout__engine="transformers",
+        rollout__workers=2,
+        rollout__num_threads=1,
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__train_tower=True,
+        trainer__deterministic=True,
+        trainer__num_threads=1,
+        trainer__steps=STEPS,
+        trainer__checkpoint_every=3,
+        streams__lease_s=1.5,
+        streams__trim=True,
+        streams__archive={"enabled": True, "segment_mb": 0.004},
+    )
+    faults = plan(SEED, len(KILLS), STEPS, longest_delay_s=1.0)
+    load = partial(load_policy, run_dir=tmp_path / "chaos")
+    outcome = await torment(tmp_path, config, faults, SEED, load, print, is_forked=True)
+    kinds = [event.kind for event in outcome.watch.events]
+    assert {kind: kinds.count(kind) for kind in KILLS} == dict.fromkeys(KILLS, 1)
+    assert outcome.verdict.steps == STEPS
+    assert outcome.is_good, (outcome.verdict, outcome.replay, outcome.disagreements)
 
 
 FEW_STEPS = 6

@@ -170,7 +170,8 @@ async def test_up_trains_on_eight_tasks_and_the_page_of_a_session_has_commands_a
     means = [mean_reward(groups, step) for step in range(steps)]
     print(f"mean rewards of the steps: {means}")
     assert len(groups) >= steps * len(CHOSEN)
-    assert steps == 1 or means[-1] > means[0]
+    # Each step has few samples: the second half is compared with the first two steps.
+    assert steps == 1 or mean(means[steps // 2 :]) > mean(means[:2])
     for words in ("set -e", ANSWERS[way], DONE):
         assert words in page
 

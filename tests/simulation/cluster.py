@@ -101,6 +101,8 @@ class Cluster:
     """Called for every command that arrives, before it is applied."""
     sending: Callable[[Process, Fields], None] | None = None
     """Called for every command that a process is about to send."""
+    sends: Callable[[Process, Fields], None] | None = None
+    """Called for every command that a process has decided to send; before `sending`, which may freeze it."""
     watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
     """Called for every command that is applied alone; what it returns is called with the replies."""
     outage_until: float = 0.0
@@ -135,6 +137,9 @@ class Cluster:
         if process.springs("unsent"):
             self.kill(process)
             return future
+        if self.sends is not None:
+            for fields in unit:
+                self.sends(process, fields)
         if self.sending is not None:
             self.sending(process, unit[0])
         if process.is_frozen:  # by what has waited for this command: it is sent when the process goes on

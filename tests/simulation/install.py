@@ -50,7 +50,6 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import RUNS_DIR_VARIABLE
 from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import Consumer
-from tidemill.common.streams.entries import Delivery
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.worker import RewardLane
@@ -233,8 +232,14 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     def hold_watched(consumer: Consumer[Any], raw_id: bytes, *others: Any) -> Any:
         held = hold(consumer, raw_id, *others)
-        watch.given(consumer.name, consumer.key, raw_id, isinstance(held, Delivery))
+        watch.given(consumer.name, consumer.key, raw_id, held)
         return held
+
+    lose = Consumer._lose
+
+    def lose_watched(consumer: Consumer[Any], entry_id: str) -> None:
+        watch.loses(consumer.name, consumer.key, entry_id)
+        lose(consumer, entry_id)
 
     reread = StreamJoin.reread
 
@@ -264,6 +269,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
     return [
         (Evaluator, "evaluate", evaluate_watched),
         (Consumer, "_hold", hold_watched),
+        (Consumer, "_lose", lose_watched),
         (StreamJoin, "reread", reread_watched),
         (StreamJoin, "_take", take_watched),
         (RewardLane, "fetch", fetch_watched),

@@ -4,11 +4,17 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 
 # fmt: off
 KNOWN = {
-    "a worker holds a ticket on which it does not work": Schedule(7, Setup(steps=6, checkpoint_every=4), (
-        Fault(3.0, "restart", "", {"for_s": 1.0, "lose": 5, "before": ["XADD", "prompts"]}),
+    "a trajectory gets the id of one that a worker scores": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, sample_s=5.0), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["publish_sample", "prompts "], "before": ["publish_sample", "prompts ", 4]}),
     )),
-    "a worker renews what it has lost": Schedule(136, Setup(steps=3, group_size=2, rollouts=1, rewards=1), (
-        Fault(4.3, "restart", "", {"for_s": 2.94, "lose_commits": 1}),
+    "a worker renews what it has lost": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, max_staleness=0, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["publish_sample", "prompts "], "before": ["publish_sample", "prompts ", 2]}),
     )),
     "a version beyond its step": Schedule(
         46, Setup(steps=3, groups_per_step=1, group_size=2, max_staleness=0, checkpoint_every=4, rollouts=1,
@@ -17,8 +23,9 @@ KNOWN = {
         Fault(6.3, "restart", "", {"for_s": 1.62, "lose_commits": 2}),
     )),
     "two commits are lost at once": Schedule(
-        25, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
-        Fault(4.7, "restart", "", {"for_s": 2.9, "lose_commits": 2}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, checkpoint_every=4, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["append_after", "commits", 2],
+            "before": ["mark", "committing", 4]}),
     )),
     "a curriculum's tickets outlive the commits that they were drawn from": Schedule(
         990017, Setup(steps=3, groups_per_step=3, group_size=2, checkpoint_every=3, rollouts=1, rewards=1,
@@ -53,8 +60,10 @@ KNOWN = {
     "a stranger among the commits": Schedule(1, Setup(), (
         Fault(3.0, "foreign", "commits", {"what": "garbage"}),
     )),
-    "tickets are lost while they are issued": Schedule(843, Setup(group_size=2, checkpoint_every=4), (
-        Fault(5.2, "restart", "", {"for_s": 1.0, "lose": 64, "before": ["XADD", "prompts"]}),
+    "tickets are lost while they are issued": Schedule(
+        1, Setup(steps=4, group_size=2, checkpoint_every=4, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["append_after", "prompts ", 2],
+            "before": ["append_after", "prompts ", 2]}),
     )),
     "entries of other tokens come under keys of the run": Schedule(
         423, Setup(steps=4, groups_per_step=1, max_staleness=3, rollouts=1, reward_slots=2, shares_lines=True,
@@ -81,20 +90,16 @@ KNOWN = {
         Fault(4.76, "kill", "trainer", {"step": "file", "count": 2}),
         Fault(4.825, "kill", "rollout-0", {"step": "applied", "count": 4}),
     )),
-    "Redis is emptied, and a server that has not seen it takes over": Schedule(
-        980, Setup(groups_per_step=3, max_staleness=0, batch_order="as_ready", checkpoint_every=1,
-        archive=True), (
-        Fault(4.631, "empty", "", {"flush": True}),
-        Fault(4.874, "failover", "", {"for_s": 2.35, "lose": 46, "clock_s": -11.5}),
+    "Redis is emptied, and then a worker starts": Schedule(
+        1, Setup(groups_per_step=1, group_size=2, checkpoint_every=1, rollouts=1, rewards=1), (
+        Fault(0.0, "empty", "", {"flush": True, "of": "trainer", "before": ["append_after", "weights", 2]}),
+        Fault(0.5, "kill", "rollout-0", {"follows": True}),
     )),
     "a commit of what Redis has lost": Schedule(
-        2602, Setup(steps=4, groups_per_step=3, group_size=2, max_staleness=0, batch_order="as_ready",
-        checkpoint_every=1, evaluation=True, rollouts=3, rewards=1), (
-        Fault(2.545, "freeze", "rollout-2", {"for_s": 7.91}),
-        Fault(11.056, "restart", "", {"for_s": 1.67, "lose": 92, "before": ["XADD", "commits"]}),
-        Fault(11.968, "failover", "", {"for_s": 0.24, "lose": 15, "before": ["XADD", "prompts"]}),
-        Fault(12.461, "kill", "rollout-1", {"step": "file", "count": 6}),
-        Fault(13.564, "kill", "trainer", {"step": "file", "count": 8}),
+        1, Setup(steps=4, groups_per_step=1, group_size=2, checkpoint_every=4, rollouts=1, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "lose_from": ["publish_sample", "prompts ", 2],
+            "before": ["append_after", "commits"]}),
+        Fault(0.0, "kill", "trainer", {"follows": True, "before": ["INFO", "server"]}),
     )),
     "a run is finished on a server that lacks its last commit": Schedule(
         6040, Setup(steps=6, groups_per_step=3, max_staleness=3, keep_checkpoints=1, trim=False,
@@ -172,13 +177,11 @@ KNOWN = {
         Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "weights"]}),
     )),
     "a score is published under the id of another trajectory": Schedule(
-        221274, Setup(steps=4, groups_per_step=1, group_size=2, batch_order="as_ready", checkpoint_every=1,
-        trim=False, rewards=1), (
-        Fault(1.848, "failover", "", {"for_s": 2.54, "lose_commits": 2, "clock_s": -20.8}),
-        Fault(3.096, "freeze", "rollout-1", {"for_s": 6.718}),
-        Fault(8.151, "kill", "trainer", {"step": "file", "count": 3}),
-        Fault(10.834, "restart", "", {"for_s": 3.692, "lose": 26}),
-        Fault(11.467, "freeze", "rollout-1", {"for_s": 3.3}),
+        1, Setup(steps=4, group_size=8, rollouts=3, rewards=1), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "reward-0",
+            "lose_from": ["publish_sample", "prompts ", 2], "before": ["complete", "scores", 3]}),
     )),
     "a second SIGTERM while the first is worked on": Schedule(
         9014, Setup(steps=3, group_size=2, checkpoint_every=1, rewards=1), (
@@ -217,10 +220,11 @@ KNOWN = {
         Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a lost delivery is completed under the id of another one": Schedule(
-        801706, Setup(steps=3, group_size=8, max_staleness=0, archive=True, rollouts=3, rewards=1,
-        reward_slots=2), (
-        Fault(0.8, "server_clock", "trainer", {"by_s": -504}),
-        Fault(5.654, "restart", "", {"for_s": 2.27, "lose": 21}),
+        3, Setup(steps=3, group_size=8, rollouts=3, rewards=1, reward_slots=2), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.5, "of": "reward-0",
+            "lose_from": ["publish_sample", "prompts ", 3], "before": ["complete", "scores", 4]}),
     )),
     "a step is replayed with samples that were generated after it": Schedule(
         1, Setup(steps=4, groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
@@ -245,11 +249,10 @@ KNOWN = {
         Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a worker that starts after an outage takes what others could not renew yet": Schedule(
-        379, Setup(group_size=8, max_staleness=0, batch_order="as_ready", checkpoint_every=4, rollouts=3,
-        per_group=True), (
-        Fault(7.238, "restart", "", {"for_s": 7.03}),
-        Fault(7.738, "add", "rollout-9"),
-        Fault(9.331, "config", "trainer", {"set": {"trainer.checkpoint_every": 3}}),
+        3, Setup(steps=3, groups_per_step=1, group_size=8, max_staleness=0, rewards=1), (
+        Fault(0.0, "restart", "", {"for_s": 7.0, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 6]}),
+        Fault(0.5, "add", "rollout-9", {"follows": True}),
     )),
     "a trainer comes to versions again whose evaluations are there": Schedule(
         1, Setup(steps=3, groups_per_step=1, group_size=2, checkpoint_every=4, evaluation=True, rollouts=1,
@@ -266,11 +269,13 @@ KNOWN = {
             {"for_s": 0.0, "share": 1.0, "hang": 1.0, "sending": ["HGET", "state"]}),
     )),
     "the score of a lost trajectory acknowledges another one": Schedule(
-        1117, Setup(steps=4, group_size=8, max_staleness=0, keep_checkpoints=1, rollouts=3, rewards=1,
-        mixed=True), (
-        Fault(0.8, "server_clock", "trainer", {"by_s": -160}),
-        Fault(4.167, "restart", "", {"for_s": 1.89, "lose": 47}),
-        Fault(4.167, "unreliable", "", {"for_s": 6.0, "share": 0.24, "hang": 0.5}),
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, sample_s=5.0), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
+        Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
+            "lose_from": ["publish_sample", "prompts "], "before": ["publish_sample", "prompts ", 4]}),
+        Fault(0.35, "unreliable", "reward-0", {"for_s": 0.0, "share": 1.0, "fate": "unanswered",
+            "follows": True, "sending": ["XREADGROUP", "trajectories "]}),
     )),
     "an answer with a ticket is lost, and who reads the ticket again dies": Schedule(
         1, Setup(steps=3, group_size=2, rollouts=1, rewards=1, max_attempts=2), (
@@ -278,12 +283,12 @@ KNOWN = {
             "sending": ["XREADGROUP", "prompts "]}),
         Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["start_group", "prompts ", 2]}),
     )),
-    "acknowledgements are lost, and who sent them has no free slot": Schedule(
-        1741, Setup(steps=3, group_size=8, batch_order="as_ready", checkpoint_every=1, evaluation=True,
-        reward_slots=2, sample_s=5.0), (
-        Fault(8.618, "tear", "trainer", {"what": "checkpoint", "share": 0.013}),
-        Fault(8.647, "cut_off", "reward-1", {"for_s": 3.87}),
-        Fault(13.915, "restart", "", {"for_s": 0.35, "lose": 81}),
+    "a worker wakes up, and the answer with two trajectories is lost while others fill its slots": Schedule(
+        1, Setup(steps=3, group_size=8, rollouts=1, reward_slots=2, sample_s=5.0), (
+        Fault(0.0, "freeze", "reward-0", {"for_s": 30.0, "sending": ["reclaim", "trajectories "],
+            "until": ["publish_sample", "prompts ", 8], "until_of": "rollout-0"}),
+        Fault(0.0, "unreliable", "reward-0", {"for_s": 0.0, "share": 1.0, "fate": "unanswered",
+            "sending": ["XREADGROUP", "trajectories "]}),
     )),
     "what cannot be read came ahead of what fills the slots": Schedule(
         2912, Setup(steps=3, groups_per_step=3, group_size=8, batch_order="as_ready", checkpoint_every=1,
@@ -295,9 +300,8 @@ KNOWN = {
         Fault(8.952, "operate"),
     )),
     "a reward worker sleeps while it scores, and others take its samples": Schedule(
-        1, Setup(steps=3, group_size=8, checkpoint_every=1, rewards=2, sample_s=5.0), (
-        Fault(7.0, "failover", "", {"for_s": 2.5, "lose_commits": 2}),
-        Fault(16.0, "freeze", "reward-0", {"for_s": 6.0}),
+        1, Setup(steps=3, groups_per_step=1, group_size=8, rollouts=1, sample_s=5.0), (
+        Fault(0.0, "freeze", "reward-0", {"for_s": 8.0, "sending": ["renew", "trajectories ", 2]}),
     )),
     "dead letters of an older release are put back before the trainer reads them": Schedule(
         266, Setup(steps=4, group_size=8, keep_checkpoints=1, rollouts=1, reward_slots=2, shares_lines=True,
@@ -353,6 +357,40 @@ KNOWN = {
         Fault(0.0, "restart", "", {"for_s": 0.1, "of": "rollout-0", "lose_from": ["append_part", "prompts "],
             "before": ["append_part", "prompts ", 2]}),
         Fault(0.0, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
+    )),
+    "reward workers die before the last result of a group is kept": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, per_group=True), (
+        Fault(0.0, "kill", "reward-0", {"step": "unsent", "before": ["store_result", "trajectories", 2]}),
+        Fault(0.0, "kill", "reward-1", {"step": "unsent", "before": ["store_result", "trajectories", 2]}),
+    )),
+    "strangers have versions that are too old": Schedule(
+        1, Setup(groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "of": "rollout-0",
+            "before": ["publish_sample", "prompts ", 5]}),
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "follows": True}),
+        Fault(0.0, "foreign", "trajectories", {"what": "old", "follows": True}),
+    )),
+    "the clock of Redis jumps while a worker renews its leases": Schedule(
+        2, Setup(steps=3, group_size=2, rewards=1, sample_s=5.0), (
+        Fault(0.0, "server_clock", "trainer", {"by_s": 600, "of": "rollout-0",
+            "before": ["renew", "prompts ", 3]}),
+    )),
+    "a worker leaves when it has begun a group": Schedule(
+        1, Setup(steps=3, group_size=2, rewards=1, sample_s=5.0), (
+        Fault(0.0, "term", "rollout-0", {"before": ["start_group", "prompts "]}),
+    )),
+    "a trainer replays steps of a curriculum": Schedule(
+        1, Setup(steps=6, group_size=2, max_staleness=0, checkpoint_every=4, rollouts=1, rewards=1,
+        mixed=True), (
+        Fault(0.0, "kill", "trainer", {"before": ["append_after", "weights", 3]}),
+    )),
+    "a worker goes on with weights that its trainer has lost, and dies": Schedule(
+        1, Setup(steps=4, groups_per_step=1, max_staleness=3, checkpoint_every=4, rewards=1, sample_s=3.6,
+        parts="turns"), (
+        Fault(0.0, "restart", "", {"for_s": 0.3, "later_s": 0.4, "before": ["append_after", "weights", 2],
+            "lose_from": ["publish_sample", "prompts ", 5]}),
+        Fault(0.0, "kill", "trainer", {"follows": True}),
+        Fault(0.4, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
     )),
 }
 # fmt: on

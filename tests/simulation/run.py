@@ -128,6 +128,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
         scripts.see(record)
 
     world.on_append = appended
+    world.cluster.sends = watch.sends
     world.cluster.watch = heard_by(watch.arrives, scripts.arrives)
     injector = Injector(world, fleet, config, schedule)
     RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis has the config

@@ -26,10 +26,11 @@ def test_a_planted_bug_is_seen(tree: Path, name: str) -> None:
     assert outcome.problem and 0 < outcome.num_schedules <= NUM_SCHEDULES, outcome
 
 
-def test_every_planted_bug_fits_the_source_and_has_a_name_of_its_own() -> None:
+def test_every_planted_bug_fits_the_source_and_stands_once() -> None:
     planted = (*PLANTED, *REVERTED)
     assert all(edited(mutant, ROOT) for mutant in planted)
     assert len({mutant.name for mutant in planted}) == len(planted)
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in planted}) == len(planted)
     assert {mutant.kept for mutant in planted} - {""} <= KNOWN.keys()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.history import History
+from tests.simulation.process import Process
 from tests.simulation.redis.server import MemoryServer
 from tests.simulation.script_check import ScriptCheck
 from tests.support.trajectories import make_trajectory
@@ -102,3 +103,15 @@ def test_what_is_put_back_with_the_deliveries_that_it_had(server, deliveries, is
     claim(server, b"nobody", deliveries)
     hear([1])
     assert (check.broken == []) is is_right
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_asked", "is_right"), [(1, False, True), (0, False, False), (0, True, True)]
+)
+def test_a_trainer_that_leaves_although_the_server_lacks_its_last_commit(server, reply, is_asked, is_right):
+    check = make_check()
+    trainer = Process("trainer", "trainer", 1, code=0, is_asked_to_leave=is_asked)
+    hear = check.arrives(server, trainer, call("finish", 2, b"commits", b"state", b"3-0"))
+    assert hear is not None
+    hear([reply])
+    assert (check.judge() == []) is is_right

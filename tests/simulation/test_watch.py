@@ -7,11 +7,18 @@ import pytest
 
 from tests.simulation.watch import Watch
 from tests.support.trajectories import make_trajectory
+from tidemill.common.redis.broker import _script
+from tidemill.common.streams.entries import Delivery
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus
+
+KEYS = Keys("sim")
 
 
 @pytest.fixture
 def watch() -> Watch:
-    world: Any = SimpleNamespace()
+    world: Any = SimpleNamespace(keys=KEYS)
     return Watch(world)
 
 
@@ -69,4 +76,21 @@ def test_what_is_read_again_is_not_counted_again(watch, num_counted, is_right):
     before = watch.counted(join, entry)
     join.num_trajectories += num_counted
     watch.takes(join, entry, before)
+    assert (watch.broken == []) is is_right
+
+
+@pytest.mark.parametrize(
+    ("ticket", "is_lost", "is_right"), [(1, False, True), (2, False, False), (1, True, False)]
+)
+def test_a_score_goes_out_under_the_id_of_its_own_trajectory(watch, ticket, is_lost, is_right):
+    stream = KEYS.trajectories()
+    trajectory = make_trajectory(ticket)
+    watch.given("w", stream, b"1-0", Delivery("1-0", codec.encode(trajectory), trajectory, 1))
+    if is_lost:
+        watch.loses("w", stream, "1-0")
+    payload = codec.encode_payload(Score(ticket=1, index=0, status=ScoreStatus.OK, value=1.0))
+    keys = (stream.encode(), KEYS.scores().encode())
+    command = [b"EVALSHA", _script("complete")[1].encode(), b"2", *keys, b"g", b"w", b"1", b"1-0", payload]
+    process: Any = SimpleNamespace(name="w")
+    watch.sends(process, command)
     assert (watch.broken == []) is is_right

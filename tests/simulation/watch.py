@@ -19,13 +19,15 @@ from tests.simulation.redis.stream import Stream, parse_id
 from tests.simulation.reward import text_of_tokens, value_of
 from tests.simulation.schedule import LEASE_S
 from tests.simulation.world import World
+from tidemill.common.errors import CodecError
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+from tidemill.common.streams.entries import Delivery, Garbled
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
-from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.common.wire.messages import Lane, Score, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.parts import PLAY_BYTES, read_play
 from tidemill.services.trainer.batch.reconciler import TRIMMING
@@ -140,6 +142,9 @@ class Watch:
     _kept_by: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
     """By key and field: the consumer that appended a part."""
     _consumers: dict[bytes, Process] = field(default_factory=dict)
+    _given: dict[tuple[bytes, bytes, Key], Key | None] = field(default_factory=dict)
+    """Consumer, stream and entry -> the sample that it was given last under this id; None once it knows that
+    it has lost it."""
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
     _lost: set[tuple[str, bytes, bytes]] = field(default_factory=set)
     """Process, stream and entry that another one has taken over from it."""
@@ -152,6 +157,9 @@ class Watch:
         names = ("reclaim", "hand_back", "move_aside", "mark", "trim", "append_part", *SETTLING)
         shas = {_script(name)[1].encode(): name for name in names}
         self._scripts = shas
+        keys = self.world.keys
+        self._trajectories = {keys.trajectories(lane).encode() for lane in Lane}
+        self._scores = {keys.scores(lane).encode() for lane in Lane}
 
     # The policy.
 
@@ -324,13 +332,46 @@ class Watch:
 
     # Leases.
 
-    def given(self, consumer: str, key: str, entry_id: bytes, is_readable: bool) -> None:
+    def given(self, consumer: str, key: str, entry_id: bytes, held: Delivery[Any] | Garbled) -> None:
         """A consumer gets an entry, and knows that it has it."""
         entry = consumer.encode(), key.encode(), parse_id(entry_id)
-        if is_readable:
+        if isinstance(held, Delivery):
             self._idle.discard(entry)
         else:
             self._idle.add(entry)
+        if key.encode() in self._trajectories:
+            try:
+                self._given[entry] = codec.decode(held.fields, Trajectory).key
+            except CodecError:
+                self._given.pop(entry, None)
+
+    def loses(self, consumer: str, key: str, entry_id: str) -> None:
+        """A consumer learns that it holds an entry no longer."""
+        entry = consumer.encode(), key.encode(), parse_id(entry_id.encode())
+        if entry in self._given:
+            self._given[entry] = None
+
+    def sends(self, process: Process, fields: Fields) -> None:
+        """A process sends a command. A score goes out under the id of its own trajectory, as far as its
+        worker can know: Redis may have lost that one, and given its id to another."""
+        if fields[0] != b"EVALSHA" or self._scripts.get(fields[1]) != "complete":
+            return
+        if fields[4] not in self._scores:
+            return
+        for entry_id, payload in zip(fields[8::2], fields[9::2], strict=True):
+            entry = fields[6], fields[3], parse_id(entry_id)
+            if not payload or entry not in self._given:
+                continue
+            try:
+                score = codec.decode_payload(payload, Score)
+            except CodecError:  # it was damaged on its way, and is sent again
+                continue
+            key = self._given[entry]
+            if key != score.key:
+                self.broken.append(
+                    f"pair: {process.name} sends the score of {score.key} under {entry_id.decode()}, "
+                    + (f"which is {key} for it" if key else "which it has lost")
+                )
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
         """A command is about to be applied; what is returned is called with its replies."""

@@ -6,7 +6,8 @@ from typing import Any
 from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, Entry, Garbled
+from tidemill.common.streams import Delivery, Entry, Garbled
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Ticket, Trajectory
 

@@ -264,7 +264,6 @@ def openhands() -> None:
         Agent(llm=llm, tools=[]),
         workspace=os.getcwd(),
         max_iteration_per_run=MANY,
-        stuck_detection=False,
         visualizer=None,
     )
     conversation.send_message(TASK)

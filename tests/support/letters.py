@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, append, dead_letter
+from tidemill.common.streams import Delivery, append, dead_letter
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, SamplingParams, Ticket, Trajectory

@@ -228,7 +228,7 @@ def servers_at(url: str, http: httpx.AsyncClient, **fields: Any) -> Servers:
 def dependencies_of(servers: Any, **reward: Any) -> Any:
     """The dependencies of a reward that uses these servers."""
     config = SimpleNamespace(reward=RewardConfig(**reward))
-    return SimpleNamespace(servers=lambda _: servers, config=config)
+    return SimpleNamespace(servers=lambda _: servers, config=config, pictures=None)
 
 
 async def announce_replica(broker: Broker, keys: Keys, servers: str, url: str) -> Heartbeat:

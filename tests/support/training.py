@@ -16,16 +16,8 @@ from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import (
-    Consumer,
-    Delivery,
-    Entry,
-    OffsetReader,
-    append,
-    id_order,
-    last_id,
-    read_range,
-)
+from tidemill.common.streams import Delivery, Entry, OffsetReader, append, id_order, last_id, read_range
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys

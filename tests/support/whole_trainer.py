@@ -84,9 +84,12 @@ async def run_killed(
     num_deaths = 0
     while await num_commits(broker, keys) < steps:
         mortal = _Mortal(broker, rng.randrange(15, 120), rng.random() < 0.5)
-        mortal.process = asyncio.ensure_future(serve(make(mortal, keys, **trainer)))
+        context = make(mortal, keys, **trainer)
+        mortal.process = asyncio.ensure_future(serve(context))
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait_for(mortal.process, 120)
+        # A process that is dead has no threads that go on writing.
+        await asyncio.to_thread(context.outside.executor.shutdown)
         num_deaths += mortal.process.cancelled()
     await run(make(broker, keys, **trainer))
     return num_deaths

@@ -256,6 +256,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         *(("" if i else "reward gets", line) for i, line in enumerate(findings.gets)),
         ("completions", findings.reading),
         ("session", "; ".join(findings.session)),
+        ("pictures", findings.pictures),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
     ]
     return [(name, text) for name, text in lines if text]

@@ -4,12 +4,14 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.config.trainer import DEFAULT_RANK_TOKENS
 from tidemill.common.data.dataset import Row
 from tidemill.common.data.image_columns import IMAGES
 from tidemill.common.data.prompt_lengths import chat_messages
 from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.common.images.door import ImageDoor
 from tidemill.common.images.families import family_of
+from tidemill.common.process.checks import most_picture_tokens
 from tidemill.services.console.check.model_folder import ModelFacts
 
 NUM_TRIED = 64
@@ -46,6 +48,37 @@ def check_pictures(
             "(data.columns renames them), and in the parts of messages"
         )
     return notes
+
+
+def bound_tokens(config: RunConfig, model: ModelFacts | None) -> tuple[str, list[str]]:
+    """A line that says how many tokens of pictures a prompt, a pass and a step have at most; and notes.
+
+    Raises:
+        ConfigError: the image processor cannot be loaded.
+    """
+    if config.images is None or model is None or model.is_remote:
+        return "", []
+    trainer = config.trainer
+    of_picture = most_picture_tokens(config)
+    room = config.data.max_prompt_tokens
+    of_prompt = min(config.images.max_per_prompt * of_picture, room)
+    micro_batch_tokens = trainer.micro_batch_tokens
+    of_pass = max(DEFAULT_RANK_TOKENS if micro_batch_tokens == "auto" else micro_batch_tokens, of_prompt)
+    of_step = trainer.groups_per_step * config.largest_group_size * of_prompt
+    num_fitting = min(config.images.max_per_prompt, room // of_picture)
+    line = (
+        f"at most {of_picture:,} tokens each (images.max_pixels), {of_prompt:,} in a prompt, where "
+        f"{num_fitting:,} of the largest fit (data.max_prompt_tokens, images.max_per_prompt), {of_pass:,} "
+        f"in a pass of the trainer (trainer.micro_batch_tokens), {of_step:,} in a step"
+    )
+    if num_fitting:
+        return line, []
+    pixels = config.images.max_pixels * room // of_picture
+    return line, [
+        f"images: a picture of images.max_pixels ({config.images.max_pixels:,}) may have {of_picture:,} "
+        f"tokens, and data.max_prompt_tokens is {room:,}: rows with such pictures are left out. Raise it, or "
+        f"set images.max_pixels below {pixels:,}, to which larger pictures are reduced"
+    ]
 
 
 def _has_pictures(rows: Sequence[Row]) -> bool:

@@ -46,7 +46,7 @@ from tidemill.services.console.check.model_folder import (
     describe_reading,
     inspect_model,
 )
-from tidemill.services.console.check.pictures import check_pictures
+from tidemill.services.console.check.pictures import bound_tokens, check_pictures
 from tidemill.services.console.check.placement import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
@@ -197,6 +197,8 @@ class Findings:
     """What reward functions will get of the first training row."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
+    pictures: str = ""
+    """Tokens of pictures that a prompt, a pass and a step have at most."""
     memory: list[str] = field(default_factory=list)
     """Memory that the run takes on GPUs and hosts, where it was computed."""
     reading: str = ""
@@ -236,7 +238,7 @@ def examine(
         lambda: _check_engine(findings.config),
         lambda: check_teachers(findings.config),
         lambda: _describe_reading(findings),
-        lambda: findings.notes.extend(check_pictures(findings.config, findings.model, rows)),
+        lambda: _check_pictures(findings, rows),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),
@@ -322,6 +324,12 @@ def _look_at_model(findings: Findings) -> None:
 def _describe_reading(findings: Findings) -> None:
     if findings.config.rollout.engine_traits.loads_model and findings.model and not findings.model.is_remote:
         findings.reading = describe_reading(findings.config.model)
+
+
+def _check_pictures(findings: Findings, rows: Rows) -> None:
+    findings.notes += check_pictures(findings.config, findings.model, rows)
+    findings.pictures, notes = bound_tokens(findings.config, findings.model)
+    findings.notes += notes
 
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:

@@ -19,7 +19,8 @@ from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.streams import Delivery
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.group_results import Reference, read_trajectories
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import decode_payload

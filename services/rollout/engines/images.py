@@ -199,5 +199,5 @@ class PromptImages:
             image_grid_thw=joined.get("image_grid_thw"),
             attention_mask=mask_UT,
         )
-        # With all four rows given, the model keeps no offsets of its own from one batch to the next.
+        # With positions given, the model keeps no offsets of its own from one batch to the next.
         return PromptInputs(torch.cat([positions_UT[None], grid_3UT]), joined, offsets_U1[:, 0])

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 Broken = tuple[str, str]
 """Origin of a row, and why it is left out."""
-NUM_LOGGED = 5
+NUM_LOGGED = 10
 """Rows that are left out, of which the log names origin and reason."""
 
 

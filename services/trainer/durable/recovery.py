@@ -36,7 +36,6 @@ from tidemill.services.trainer.durable.commits import CommitJournal, read_commit
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GREEDY
-from tidemill.services.trainer.groups.pictures import watch_pictures
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
@@ -257,6 +256,8 @@ def open_cursor(
     """A reader of groups, from these positions or from the start of the streams."""
     history.claims.reads_choices = True
     if config.images is not None and history.run_dir is not None:
+        from tidemill.services.trainer.groups.pictures import watch_pictures
+
         watch_pictures(history.claims, config, history.run_dir)
     most = (2 + config.trainer.max_staleness) * config.trainer.groups_per_step
     return GroupCursor(history, config.largest_group_size, most, positions, is_wanted)

@@ -82,17 +82,28 @@ class Bin:
 
 
 class PrefixOrder:
-    """Samples in an order in which those that begin alike are neighbours."""
+    """Samples in an order in which those that begin alike are neighbours; `add` adds whole groups."""
 
     def __init__(self, samples: Sequence[Sample], layout: Layout) -> None:
         """Only trees compute common beginnings once."""
-        self._layout = layout
-        self._keys = [sample.key for sample in samples]
-        is_shared = layout.startswith("tree")
+        self.layout = layout
+        self.samples: list[Sample] = []
         self._alone: list[Bin] = []
-        first_rows: list[Int32] = []
-        beginnings: list[bytes] = []
-        for i, sample in enumerate(samples):
+        self._order: list[int] = []
+        self._shared: list[int] = []
+        """Tokens that each sample shares with the one before it in the order; 0 where they are too few."""
+        self.add(samples)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Add samples of groups that have none here yet: what is known of the others stays, for groups share
+        nothing."""
+        is_shared = self.layout.startswith("tree")
+        first_rows: dict[int, Int32] = {}
+        beginnings: dict[int, bytes] = {}
+        added = range(len(self.samples), len(self.samples) + len(samples))
+        self.samples += samples
+        for i in added:
+            sample = self.samples[i]
             num_tokens = sample.num_tokens
             num_different_tokens = num_tokens
             num_rows = len(sample.segments)
@@ -101,8 +112,8 @@ class PrefixOrder:
                 if num_rows > 1:
                     rows.sort(key=in_order)
                     num_different_tokens = num_different(rows)
-                first_rows.append(rows[0])
-                beginnings.append(in_order(rows[0]))
+                first_rows[i] = rows[0]
+                beginnings[i] = in_order(rows[0])
             if num_rows == 1:
                 widest = num_tokens
                 scores = num_tokens**2 / 2  # causal: half of the square
@@ -111,25 +122,28 @@ class PrefixOrder:
                 widest = max(lengths)
                 scores = sum(length**2 / 2 for length in lengths)
             self._alone.append(Bin((i,), num_different_tokens, num_tokens, num_rows, widest, scores))
-        self._order = sorted(
-            range(len(samples)),
-            key=lambda i: (self._keys[i][0], beginnings[i] if is_shared else b"", self._keys[i]),
+        self._shared += [0] * len(samples)
+        order = sorted(
+            added,
+            key=lambda i: (self._ticket_of(i), beginnings[i] if is_shared else b"", self.samples[i].key),
         )
-        self._shared = [0] * len(samples)
-        """Tokens that each sample shares with the one before it in the order; 0 where they are too few."""
         if is_shared:
-            self._count_shared(first_rows)
+            self._count_shared(order, [first_rows[i] for i in order])
+        # Stable: a group, whose samples are all old or all new, keeps its order.
+        self._order = sorted([*self._order, *order], key=self._ticket_of)
 
-    def _count_shared(self, first_rows: Sequence[Int32]) -> None:
-        commons = common_lengths([first_rows[i] for i in self._order])
+    def _count_shared(self, order: Sequence[int], first_rows: Sequence[Int32]) -> None:
         ticket = None
-        for i, common in zip(self._order, commons, strict=True):
-            if self._keys[i][0] != ticket:  # groups share nothing
-                ticket = self._keys[i][0]
+        for i, row, common in zip(order, first_rows, common_lengths(first_rows), strict=True):
+            if self._ticket_of(i) != ticket:  # groups share nothing
+                ticket = self._ticket_of(i)
                 common = 0
                 count = NodeCount()
-            shared = count.add(len(first_rows[i]), common)
+            shared = count.add(len(row), common)
             self._shared[i] = shared if shared >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
+
+    def _ticket_of(self, i: int) -> int:
+        return self.samples[i].key[0]
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +151,7 @@ class PrefixOrder:
         return sum(alone.tokens for alone in self._alone) - sum(self._shared)
 
     def key_of(self, neighbours: Bin) -> TrajectoryKey:
-        return self._keys[neighbours.members[0]]
+        return self.samples[neighbours.members[0]].key
 
     def cut(self, max_tokens: int) -> list[Bin]:
         """Parts of neighbours that share their beginning, each at most one tile of `max_tokens`, unless a
@@ -148,7 +162,7 @@ class PrefixOrder:
         for i in self._order:
             alone = self._alone[i]
             shared = self._shared[i]
-            if shared and last.takes(alone, max_tokens, self._layout, shared):
+            if shared and last.takes(alone, max_tokens, self.layout, shared):
                 last.add(alone, shared)
             else:
                 last = alone.copied()
@@ -163,7 +177,7 @@ class PrefixOrder:
     def fill(self, parts: Iterable[Bin], max_tokens: int) -> list[Bin]:
         """First-fit decreasing: parts in bins of at most one tile of `max_tokens`; a larger part has a bin of
         its own. Parts of 5, 4, 3, 2 tokens in bins of 7 give 5 + 2 and 4 + 3."""
-        is_padded = self._layout == "padded"
+        is_padded = self.layout == "padded"
         bins: list[Bin] = []
 
         def order(samples: Bin) -> tuple[int, TrajectoryKey]:
@@ -172,7 +186,7 @@ class PrefixOrder:
 
         for samples in sorted(parts, key=order):
             for number, partial_bin in enumerate(bins):
-                if partial_bin.takes(samples, max_tokens, self._layout):
+                if partial_bin.takes(samples, max_tokens, self.layout):
                     bins[number] = partial_bin.joined(samples)
                     break
             else:
@@ -191,7 +205,7 @@ class PrefixOrder:
             best = 0
             best_rank = (True, math.inf)
             for number, partial_bin in enumerate(bins):
-                has_room = not partial_bin.members or partial_bin.takes(samples, max_tokens, self._layout)
+                has_room = not partial_bin.members or partial_bin.takes(samples, max_tokens, self.layout)
                 rank = (not has_room, cost(partial_bin, scores_of_a_token))
                 if rank < best_rank:
                     best = number
@@ -222,16 +236,21 @@ def form_micro_batches(
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
     The longest samples come first, so that the bins of a micro-batch have like sizes. `is_at_start` as for
     `MicroBatch`."""
-    samples = list(samples)
-    order = PrefixOrder(samples, layout)
+    return fill_micro_batches(PrefixOrder(list(samples), layout), max_tokens, num_ranks, is_at_start)
+
+
+def fill_micro_batches(
+    order: PrefixOrder, max_tokens: int, num_ranks: int, is_at_start: bool
+) -> list[MicroBatch]:
+    """`form_micro_batches` of samples that are in order already."""
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
     bins = min(filled, key=lambda filling: (_time(filling, num_ranks), len(filling)))
     batches: list[MicroBatch] = []
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
-            members = tuple(samples[i] for full_bin in bins[:num_bins] for i in full_bin.members)
+            members = tuple(order.samples[i] for full_bin in bins[:num_bins] for i in full_bin.members)
             # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
-            if num_bins == 1 or _fillings(PrefixOrder(members, layout), num_ranks, max_tokens):
+            if num_bins == 1 or _fillings(PrefixOrder(members, order.layout), num_ranks, max_tokens):
                 break
         batches.append(MicroBatch(members, is_at_start))
         bins = bins[num_bins:]

@@ -9,6 +9,7 @@ token predicts the first completion token). A sample that breaks this is never m
 look for NaN.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -233,7 +234,8 @@ class Sample:
         Raises:
             ValueError: a number is not finite, or there are not T of them; the sample is as it was.
         """
-        if not np.isfinite(value).all():
+        is_finite = np.isfinite(value).all() if isinstance(value, np.ndarray) else math.isfinite(value)
+        if not is_finite:
             raise ValueError(
                 f"trajectory {self.key}: reward {self.reward} and advantage {value} must be finite"
             )

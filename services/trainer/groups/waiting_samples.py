@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tidemill.services.trainer.groups.bins import Layout, PrefixOrder, fit_together, form_micro_batches
+from tidemill.services.trainer.groups.bins import Layout, PrefixOrder, fill_micro_batches, fit_together
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
 
@@ -23,39 +23,30 @@ class WaitingSamples:
         self._layout = layout
         self._is_at_start = is_at_start
         self._least_tokens = MIN_FILL * self._bin_tokens * self._num_bins
-        self._samples: list[Sample] = []
-        self._num_tokens = 0
-        """Tokens of those that wait, common beginnings of those that came together once."""
+        self._order = PrefixOrder((), layout)
+        """The samples that wait."""
 
     def take_full(self, arrived: Sequence[Sample]) -> list[MicroBatch]:
-        """Add samples that have arrived, and take the micro-batches that are full enough; more samples are on
-        their way."""
-        self._samples += arrived
-        self._num_tokens += self._count(arrived)
-        is_short = self._num_tokens < self._least_tokens
-        if is_short and fit_together(self._samples, self._bin_tokens, self._num_bins, self._layout):
+        """Add the samples of whole groups that have arrived, and take the micro-batches that are full enough;
+        more samples are on their way."""
+        self._order.add(arrived)
+        is_short = self._order.num_tokens < self._least_tokens
+        if is_short and fit_together(self._order.samples, self._bin_tokens, self._num_bins, self._layout):
             return []
         batches = self._take_all()
         if batches:
-            num_tokens = self._count(batches[-1].samples)
-            if num_tokens < self._least_tokens:
-                self._samples = list(batches.pop().samples)
-                self._num_tokens = num_tokens
+            last = PrefixOrder(batches[-1].samples, self._layout)
+            if last.num_tokens < self._least_tokens:
+                self._order = last
+                batches.pop()
         return batches
 
     def take_last(self, arrived: Sequence[Sample]) -> list[MicroBatch]:
         """Add the last samples, and take all in micro-batches."""
-        self._samples += arrived
+        self._order.add(arrived)
         return self._take_all()
 
     def _take_all(self) -> list[MicroBatch]:
-        samples = self._samples
-        self._samples = []
-        self._num_tokens = 0
-        return form_micro_batches(
-            samples, self._bin_tokens, self._num_bins, self._layout, is_at_start=self._is_at_start
-        )
-
-    def _count(self, samples: Sequence[Sample]) -> int:
-        """Tokens of samples, common beginnings once."""
-        return PrefixOrder(samples, self._layout).num_tokens
+        order = self._order
+        self._order = PrefixOrder((), self._layout)
+        return fill_micro_batches(order, self._bin_tokens, self._num_bins, self._is_at_start)

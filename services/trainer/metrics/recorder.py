@@ -13,14 +13,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from tidemill.common.files import append_whole, storage_errors, write_atomically
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, REASON, STEP, Record, read_records
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.metrics.trackers import Sender
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.metrics.trackers import Sender
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +52,7 @@ class Recorder:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._senders: list[Sender] = []
 
-    def attach(self, sender: Sender) -> None:
+    def attach(self, sender: "Sender") -> None:
         """Have a tracker follow the records; it is closed with the recorder."""
         self._senders.append(sender)
 

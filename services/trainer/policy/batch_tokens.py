@@ -82,8 +82,8 @@ class BatchTokens:
             self._numbers_CM[number] = np.repeat(of_rows, counts)
         self._names += shared
         self._sequence_M = np.repeat(np.array(sequences, dtype=np.int64), counts)
-        self._numbers_of_tiles: Sequence[Tensor] = ()
-        """[C, N] of each tile, on the device; made with the first scores."""
+        self._numbers_of_tiles: dict[str, Sequence[Tensor]] = {}
+        """[N] of each tile, by name, on the device; made with the first scores."""
         self._sequences_of_tiles: Sequence[Tensor] = ()
 
     def _names_of(self, samples: Iterable[Sample]) -> list[str]:
@@ -107,7 +107,7 @@ class BatchTokens:
         if not self._numbers_of_tiles:
             self._move(scores.logprobs_N.device, scores.logprobs_N.dtype)
         tile = self._tiles[number]
-        numbers = dict(zip(self._names, self._numbers_of_tiles[number].unbind(0), strict=True))
+        numbers = {name: of_tiles[number] for name, of_tiles in self._numbers_of_tiles.items()}
         return Tokens(
             logprobs_N=scores.logprobs_N,
             entropies_N=scores.entropies_N,
@@ -124,7 +124,9 @@ class BatchTokens:
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         lengths = [tile.num_tokens for tile in self._tiles]
-        self._numbers_of_tiles = torch.from_numpy(self._numbers_CM).to(device, dtype).split(lengths, 1)
+        numbers_CM = torch.from_numpy(self._numbers_CM).to(device, dtype)
+        for name, numbers_M in zip(self._names, numbers_CM.unbind(0), strict=True):
+            self._numbers_of_tiles[name] = numbers_M.split(lengths)
         self._sequences_of_tiles = torch.from_numpy(self._sequence_M).to(device).split(lengths)
 
 

@@ -24,6 +24,7 @@ from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.sample import Routes
 from tidemill.services.trainer.groups.trie import (
     Indices,
+    Node,
     Trie,
     common_lengths,
     with_pictures,
@@ -191,19 +192,19 @@ def _varlen(tile: Tile) -> Tile:
 def _single_branch(tile: Tile) -> Tile:
     """A row alone: a tree of one node, whose tokens are in the order of the row."""
     (row,) = tile.rows
-    trie = Trie()
-    trie.add(len(row), 0)
-    positions_T = torch.arange(len(row))
+    node = Node(0, 0, len(row), None)
+    # In numpy as far as it goes: one of torch's operations takes several times as long.
+    places_T = node.places
     return Tile(
         layout=tile.layout,
         rows=tile.rows,
-        ids_BT=torch.from_numpy(row.ids.astype(np.int64))[None],
+        ids_BT=torch.from_numpy(row.ids[None].astype(np.int64)),
         sources_N=torch.from_numpy(row.sources),
         targets_N=torch.from_numpy(row.targets.astype(np.int64)),
-        model_kwargs={"position_ids": positions_T[None], TREE: Tree(trie)},
-        places=[positions_T.numpy()],
+        model_kwargs={"position_ids": torch.from_numpy(places_T[None]), TREE: Tree([node])},
+        places=[places_T],
         kept=row.kept,
-        routes=None if row.routes is None else _routes(tile.rows, [positions_T.numpy()], len(row)),
+        routes=None if row.routes is None else _routes(tile.rows, [places_T], len(row)),
     )
 
 
@@ -217,7 +218,7 @@ def _tree(tile: Tile) -> Tile:
     for places_of_row, row in zip(places, rows, strict=True):
         ids_T[places_of_row] = row.ids
     sources = [of_row[row.sources] for of_row, row in zip(places, rows, strict=True)]
-    tree = Tree(trie)
+    tree = Tree(trie.nodes)
     return Tile(
         layout=tile.layout,
         rows=rows,

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tidemill.services.trainer.groups.trie import Indices, Node, Trie
+from tidemill.services.trainer.groups.trie import Indices, Node
 from tidemill.services.trainer.policy.precision import autocast_dtype
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class Run(NamedTuple):
 class Tree:
     """A tile's nodes, as attention needs them."""
 
-    def __init__(self, trie: Trie) -> None:
-        self._nodes = sorted(trie.nodes, key=lambda node: node.offset)
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = sorted(nodes, key=lambda node: node.offset)
         self._made: dict[Any, Any] = {}
         self.windows: set[int | None] = set()
         """Sliding windows that layers have asked for."""

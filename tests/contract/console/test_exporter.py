@@ -18,7 +18,8 @@ from tests.support.trajectories import make_commit, make_config, make_trajectory
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
-from tidemill.common.streams import Consumer, append
+from tidemill.common.streams import append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory

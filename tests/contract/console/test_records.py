@@ -19,7 +19,8 @@ from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import PROFILES, publish_config
-from tidemill.common.streams import Consumer, append
+from tidemill.common.streams import append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.look import streams

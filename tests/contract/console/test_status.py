@@ -13,7 +13,8 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_config, update_state
-from tidemill.common.streams import Consumer, append
+from tidemill.common.streams import append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.console.commands import StatusOptions

@@ -198,6 +198,8 @@ async def test_pictures_stand_beside_the_tokens_of_their_prompt(site, broker, ke
         site, "/groups/6", *words, *(f'src="{address}/{image.digest}.png"' for image in ticket.images)
     )
     page = await text(site, "/groups/6")
+    recorded = page.partition("What became of it")[2]
+    assert "56 x 40, tokens 1 to 2" in recorded and f'href="{address}/{first.digest}.png"' in recorded
     assert "<script>window" not in page and "'type'" not in page.partition("More of the row")[0]
     for image, png in zip(ticket.images, pngs, strict=False):
         answer = await site.get(f"/groups/6/pictures/{image.digest}.png")

@@ -16,7 +16,8 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.process.shortage import make_fault
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, append
+from tidemill.common.streams import append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import ScoreStatus

@@ -13,15 +13,8 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
-from tidemill.common.streams import (
-    Consumer,
-    Delivery,
-    append,
-    ensure_group,
-    group_status,
-    read_raw,
-    trim_before,
-)
+from tidemill.common.streams import Delivery, append, ensure_group, group_status, read_raw, trim_before
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.wire.codec import encode_payload
 from tidemill.common.wire.keys import REWARD_GROUP, Keys

@@ -17,7 +17,8 @@ from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status, read_range
+from tidemill.common.streams import Delivery, append, ensure_group, group_status, read_range
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import (

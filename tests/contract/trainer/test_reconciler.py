@@ -19,7 +19,8 @@ from tests.support.training import (
 from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.run.state import UID, read_state, read_uid
-from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
+from tidemill.common.streams import append, ensure_group, entry_id_of, id_after, last_id
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Ticket, Trajectory, WeightManifest

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from examples.small_vision_models import make_vision_model
 from tests.support.checked_runs import make_folder, write_run
 from tidemill.common.errors import ConfigError
+from tidemill.common.process import checks
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe
 
@@ -18,6 +20,20 @@ pytestmark = pytest.mark.usefixtures("forked_checks")
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     return write_run(tmp_path)
+
+
+def test_how_many_tokens_pictures_have_is_asked_of_the_models_own_processor(run_files: Path) -> None:
+    model = make_vision_model(run_files.parent / "seeing", "qwen2_5_vl")
+    overrides = [f"model.path={model}", "model.max_model_len=512", "data.max_prompt_tokens=100"]
+    overrides += ["images={max_pixels: 100352}"]
+    findings = preflight.examine(run_files, overrides, calls_reward=False)
+    # 28 x 28 pixels a token; a strip of one token's height may have more than the 128 of a square.
+    assert "at most 160 tokens each" in findings.pictures and "100 in a prompt" in findings.pictures
+    (note,) = [note for note in findings.notes if "rows with such pictures are left out" in note]
+    assert "may have 160 tokens" in note
+    (model / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="no image processor that can be loaded"):
+        checks.most_picture_tokens(findings.config)
 
 
 class TestReward:

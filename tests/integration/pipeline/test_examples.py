@@ -230,7 +230,7 @@ async def test_a_model_that_sees_is_trained_on_pictures_and_a_broken_one_costs_i
         assert_replays(tmp_path, "shapes", list(range(steps)), run.url)
         ticket = commits[0].groups[0]
         digest = images[ticket][0].digest
-        words = ("streams", "show", "trajectories", f"{ticket}.0", "shapes")
+        words = ("streams", "show", "trajectories", f"{ticket}.0", "--run", "shapes")
         assert digest in tidemill(tmp_path, *words, url=run.url)
         tidemill(tmp_path, "trace", f"{ticket}.0", "shapes", url=run.url)
         tidemill(tmp_path, "rescore", "shapes", "--reward", "exact_match", url=run.url)

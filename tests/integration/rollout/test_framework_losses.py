@@ -102,6 +102,7 @@ async def test_what_a_framework_has_not_read_is_not_trained(name: str, seed: int
     # The last answer is the only one that a program has read and not sent back.
     assert set(trained) - sent_back <= {received[-1]}, described
     assert played.session.reward == 0.5 and trained, described
+    assert len(proxy.done) > NUM_LOSSES, f"it ended before all losses: {described}"
 
 
 async def test_a_program_that_does_not_hide_that_its_agent_has_failed_is_a_fault(tmp_path: Path) -> None:

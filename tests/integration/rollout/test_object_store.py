@@ -271,8 +271,8 @@ def test_a_picture_is_stored_once_and_read_as_it_was_or_is_missing(url, tmp_path
     image = image_of(png, 0, 4)
     assert store.put(png) == image.digest
     assert not (tmp_path / RUN).exists(), "nothing is in the run's folder"
-    other = ImageStore(tmp_path / RUN, url)
-    assert other.has(image.digest) and other.read(image) == png
+    of_another_process = ImageStore(tmp_path / RUN, url)
+    assert of_another_process.has(image.digest) and of_another_process.read(image) == png
     missing = image_of(noise_png(1), 0, 4)
     with pytest.raises(BrokenImageError, match=f"{missing.digest}.png is missing"):
         store.read(missing)

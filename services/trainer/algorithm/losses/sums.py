@@ -86,18 +86,25 @@ def add_tiles(tiles: Sequence[TileSums]) -> Sums:
         for name, value in tile.items():
             if name not in zeros:
                 zeros[name] = torch.zeros_like(value)
-    rows: list[Tensor] = []
-    for tile in tiles:
-        values = [tile.get(name, zero) for name, zero in zeros.items()]
-        rows.append(_as_row(values))
+    kinds: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
+    for name, zero in zeros.items():
+        kinds.setdefault((zero.dtype, zero.shape), []).append(name)
+    columns: list[Tensor] = []
+    names_in_order: list[str] = []
+    # One operation for all numbers of a kind: on CPUs there is a tile for each long sample.
+    for names in kinds.values():
+        values = [tile.get(name, zeros[name]) for tile in tiles for name in names]
+        # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
+        columns.append(torch.stack(values).reshape(len(tiles), -1).double())
+        names_in_order += names
     # [M, K]: tiles, by the numbers of all sums end to end.
-    tiles_MK = torch.stack(rows)
+    tiles_MK = torch.cat(columns, 1)
     totals_K = tiles_MK.sum(0).tolist()
     largest_K = tiles_MK.amax(0).tolist()
     sums = Sums()
     start = 0
-    for name, zero in zeros.items():
-        end = start + zero.numel()
+    for name in names_in_order:
+        end = start + zeros[name].numel()
         if name.startswith(EXPERTS):
             sums[name] = np.array(totals_K[start:end], dtype=np.int64)
         elif name.endswith("_max"):
@@ -106,20 +113,6 @@ def add_tiles(tiles: Sequence[TileSums]) -> Sums:
             sums[name] = totals_K[start]
         start = end
     return sums
-
-
-def _as_row(values: Sequence[Tensor]) -> Tensor:
-    """The values of a tile end to end, in float64: float32 counts exactly up to 2^24 only, and sums of
-    squares lose their digits."""
-    row: list[Tensor] = []
-    run: list[Tensor] = []
-    # One operation for values of one type that follow each other: there is a tile for each long sample.
-    for value in values:
-        if run and value.dtype != run[0].dtype:
-            row.append(torch.cat(run).double())
-            run = []
-        run.append(value.reshape(-1))
-    return torch.cat([*row, torch.cat(run).double()])
 
 
 MEANS = {

@@ -4,7 +4,7 @@ Shape legend: N trained tokens of one forward pass, S whole sequences that they 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from tidemill.services.trainer.groups.columns import COLUMNS
 
 LOGPROB_FLOOR = -1e4
 """Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
+NO_RATIO = torch.zeros(())
+"""The ratio's logarithm before the loss sets it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ class Tokens:
     routing: tuple[LayerRouting, ...] = ()
     """Routing of each mixture layer, where it is wanted; with gradient."""
 
-    log_N: Tensor = field(default_factory=lambda: torch.zeros(()))
+    log_N: Tensor = NO_RATIO
     """log(current / old), with gradient; 0 until the loss sets it, before it asks a surrogate."""
 
     @property

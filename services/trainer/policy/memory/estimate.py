@@ -26,6 +26,8 @@ ENGINE_WORK_BYTES = 1.5 * GIB
 """Activations of a prefill, and graphs, of an engine."""
 VLLM_STEP_TOKENS = 2048
 """Tokens that vLLM schedules in a step, unless `rollout.vllm.extra` says otherwise."""
+USUAL_GROUPS = 64
+"""Groups that a worker holds with `max_groups_in_flight: auto`, where prompts are long."""
 ASLEEP_BYTES = 2.0 * GIB
 """Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
@@ -271,6 +273,22 @@ def _pictures_of_engine(config: RunConfig, sizes: ModelSizes, width: int) -> dic
     }
 
 
+def _pictures_of_host(config: RunConfig, sizes: ModelSizes, engines: int) -> dict[str, float]:
+    """Pixels of the groups that workers hold, as many as a prompt (of sessions: a history) has tokens for:
+    each group's once in the worker, and once in vLLM's core for each sample, which is a request there."""
+    vision: Any = getattr(sizes.config, "vision_config", None)
+    if config.images is None or vision is None:
+        return {}
+    groups = config.rollout.max_groups_in_flight
+    num_groups = USUAL_GROUPS if groups == "auto" else groups
+    is_single_turn = config.rollout.environment.is_single_turn
+    longest = config.data.max_prompt_tokens if is_single_turn else config.model.max_model_len
+    num_tokens = min(longest, config.images.max_per_prompt * _largest_picture(config, vision))
+    of_prompt = _pixel_bytes(vision, num_tokens * _patches_of_token(vision))
+    copies = 1 + config.largest_group_size
+    return {"pixels of prompts in flight": copies * of_prompt * num_groups * engines}
+
+
 def _largest_picture(config: RunConfig, vision: Any) -> int:
     """Most tokens of a picture."""
     assert config.images is not None, "a run of text has none"
@@ -322,6 +340,7 @@ def host_take(
     starting = {}
     if engines:
         always["full versions that engines stage"] = element_bytes(config) * count * engines
+        always |= _pictures_of_host(config, sizes, engines)
         if config.weights.base_every > 1 and element_bytes(config) == 2:
             share = config.weights.max_share_changed
             training["changes that engines stage"] = 6.0 * share * count * engines

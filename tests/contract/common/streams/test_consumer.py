@@ -26,7 +26,8 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, append
+from tidemill.common.streams import Delivery, append
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP
 
 

@@ -14,7 +14,8 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common import streams
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.streams import Delivery
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
 

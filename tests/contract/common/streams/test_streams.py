@@ -16,7 +16,6 @@ from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_state, update_state
 from tidemill.common.streams import (
-    Consumer,
     Delivery,
     Entry,
     Garbled,
@@ -27,6 +26,7 @@ from tidemill.common.streams import (
     log,
     scan,
 )
+from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 

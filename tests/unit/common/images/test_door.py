@@ -157,6 +157,11 @@ def test_half_a_line_of_notes_costs_only_that_picture(tmp_path):
     assert len(lines) == 3 and all(json.loads(line)["digest"] for line in lines)
     notes.write_text("\n".join(lines)[:-20])
     assert open_door(tmp_path).take(sources) == pictures
+    kept, half, remade = notes.read_text().splitlines()[-3:]
+    assert (json.loads(kept), remade) == (json.loads(lines[1]), lines[2]), (
+        "the new note has a line of its own"
+    )
+    assert lines[2].startswith(half)
     assert open_door(tmp_path).take(sources) == pictures
 
 

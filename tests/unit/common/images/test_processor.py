@@ -13,7 +13,7 @@ from examples.small_vision_models import SMALL_FAMILIES, make_vision_model, visi
 from tests.support.vision import file_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.images.pictures import make_picture
+from tidemill.common.images.pictures import MAX_ASPECT, make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.wire.images import Image, check_images, collapse
 
@@ -90,6 +90,20 @@ def test_the_pixels_are_those_of_the_librarys_processor_with_both_bounds(family,
     assert set(pixels) == set(expected)
     assert all(torch.equal(pixels[name], expected[name]) for name in pixels)
     assert processor.call_kwargs == kwargs
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS, ImagesConfig(max_pixels=65_536), ImagesConfig(max_pixels=50_000)])
+def test_no_picture_has_more_tokens_than_the_bound(family, tmp_path, bounds):
+    processor = load_processor(make_vision_model(tmp_path, family), bounds)
+    most = processor.most_tokens()
+    counts = []
+    for aspect in (1, 1.25, 2, 3, 7.5, 12, 38, 48, 170, MAX_ASPECT):
+        for share in (1.0, 0.3, 0.001):
+            short = max(1, int((share * bounds.max_pixels / aspect) ** 0.5))
+            long = min(int(short * aspect), bounds.max_pixels // short)
+            counts += [processor.num_tokens_of(long, short), processor.num_tokens_of(short, long)]
+    assert max(counts) <= most <= 1.3 * max(counts)
+    assert (family == "llava") == (set(counts) == {most})
 
 
 def test_a_row_with_more_or_fewer_places_than_pictures_is_refused(processor):

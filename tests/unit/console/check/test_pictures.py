@@ -13,8 +13,9 @@ from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.images import door
 from tidemill.common.images.sources import ImageSource
+from tidemill.services.console.check import pictures as pictures_module
 from tidemill.services.console.check.model_folder import ModelFacts
-from tidemill.services.console.check.pictures import check_pictures
+from tidemill.services.console.check.pictures import bound_tokens, check_pictures
 
 PNG = ImageSource(content=file_of(noise(8, 8)))
 BROKEN = ImageSource(content=b"<html>")
@@ -90,3 +91,33 @@ def test_urls_are_counted_and_not_fetched(monkeypatch: pytest.MonkeyPatch) -> No
     urls = [ImageSource(url=f"http://a.example/{number}.png") for number in range(3)]
     (note,) = check_pictures(config_of({}), None, {"train": [row(0, *urls), row(1, PNG)]})
     assert note.startswith("train: ") and "(3 in 2 rows)" in note
+
+
+def test_the_tokens_of_pictures_are_bounded_for_a_prompt_a_pass_and_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = {
+        "model": {"path": "m", "max_model_len": 4096},
+        "data": {"train": "a.jsonl", "max_prompt_tokens": 2600},
+        "images": {"max_per_prompt": 8},
+        "trainer": {"groups_per_step": 4, "group_size": 8, "micro_batch_tokens": 1000},
+    }
+    model = ModelFacts(Path("m"), model_type="qwen2_5_vl")
+    monkeypatch.setattr(pictures_module, "most_picture_tokens", lambda _: 1280)
+    line, notes = bound_tokens(RunConfig.model_validate(tree), model)
+    # Of 8 x 1,280 tokens a prompt takes 2,600; a pass has a whole sample; a step has 4 x 8 of them.
+    for words in (
+        "1,280 tokens each",
+        "2,600 in a prompt",
+        "2 of the largest fit",
+        "2,600 in a pass",
+        "83,200 in a step",
+    ):
+        assert words in line
+    assert not notes
+    tree["data"]["max_prompt_tokens"] = 640
+    line, notes = bound_tokens(RunConfig.model_validate(tree), model)
+    assert "0 of the largest fit" in line and "1,000 in a pass" in line
+    # Half of 1,280 tokens: half of the pixels.
+    assert "below 501,760" in notes[0] and "data.max_prompt_tokens is 640" in notes[0]
+    assert bound_tokens(config_of(), model) == bound_tokens(config_of({}), None) == ("", [])

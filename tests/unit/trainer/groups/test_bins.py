@@ -172,6 +172,24 @@ def test_arrival_order_does_not_matter():
     assert [batch.keys for batch in form_micro_batches(shuffled, 50)] == expected
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_that_are_added_one_by_one_lie_as_all_at_once(layout):
+    samples = random_step(9, groups=12)
+    order = PrefixOrder((), layout)
+    for ticket in np.random.default_rng(2).permutation(12):
+        order.add([sample for sample in samples if sample.key[0] == ticket])
+    at_once = PrefixOrder(samples, layout)
+    assert order.num_tokens == at_once.num_tokens
+
+    def parts_of(ordered: PrefixOrder) -> list[tuple[list[tuple[int, int]], int, float]]:
+        parts = []
+        for cut in ordered.cut(TILE // 2):
+            parts.append(([ordered.samples[i].key for i in cut.members], cut.tokens, cut.scores))
+        return parts
+
+    assert parts_of(order) == parts_of(at_once)
+
+
 def test_a_composition_survives_the_commit_and_is_rebuilt_exactly():
     samples = make_samples(20)
     batches = form_micro_batches(samples, 40)

@@ -490,3 +490,16 @@ def test_an_engine_takes_what_the_pictures_of_a_step_do_or_the_largest_one(
         }
         assert take.parts == text.parts | parts
         assert text.room - take.room == pytest.approx(sum(parts.values()))
+
+
+def test_a_host_takes_the_pixels_of_the_prompts_that_its_engines_have() -> None:
+    sizes = count_sizes(vision_model("qwen2_5_vl", vision_tokenizer("qwen2_5_vl")), torch.bfloat16, WIDTH)
+    tree: dict[str, Any] = {"model": {"path": "x"}, "data": {"train": "x", "max_prompt_tokens": 1000}}
+    for max_per_prompt, num_tokens in ((8, 8 * 100), (16, 1000)):
+        images = {"max_pixels": 100 * 28 * 28, "max_per_prompt": max_per_prompt}
+        for groups, num_groups in (("auto", 64), (3, 3)):
+            rollout = {"max_groups_in_flight": groups}
+            config = RunConfig.model_validate(tree | {"images": images, "rollout": rollout})
+            pixels = host_take(config, sizes, ranks=1, engines=2).parts["pixels of prompts in flight"]
+            # In the worker, and for each of 8 samples; of each patch 14 x 14 in 2 frames, 3 colours, 4 bytes.
+            assert pixels == (1 + 8) * 2 * num_groups * num_tokens * 4 * 14 * 14 * 2 * 3 * 4

@@ -256,7 +256,7 @@ def test_the_masks_of_a_long_row_grow_with_its_window():
     """16,384 tokens with a window of 512: 32 runs of 512 queries, each with at most 1,023 keys."""
     trie = Trie()
     trie.add(16_384, 0)
-    tree = Tree(trie)
+    tree = Tree(trie.nodes)
     buckets, back_T = tree.buckets(torch.device("cpu"), 512, torch.float32)
     assert sum(0 if bucket.mask is None else bucket.mask.numel() for bucket in buckets) <= 32 * 512 * 1023
     seen = torch.cat([bucket.queries_nQ.flatten() for bucket in buckets])[back_T]
