@@ -170,7 +170,7 @@ class PictureMaker:
         samples.append(self.sample((2, 1), pair, 8, seed=4, prompt_seed=3))
         samples.append(self.sample((3, 0), [], 7, seed=5))
         samples.append(self.session((4, 0), [second], seed=6))
-        samples.append(self.session((4, 1), [png_of(4, *SIZES[1]), first], seed=6))
+        samples.append(self.session((4, 1), [png_of(2, *SIZES[1]), first], seed=6))
         return samples
 
     def policy(

@@ -405,7 +405,7 @@ def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, A
         return changed
     for index in reversed(range(len(changed))):
         if changed[index].get("role") == "user":
-            content = changed[index].get("content")
+            content: Any = changed[index].get("content")
             if is_seen(content):
                 content = joined_parts([*content, {"type": TEXT_PART, "text": text}])
             else:

@@ -160,14 +160,15 @@ class SessionPictures:
             self._processor.num_tokens_of(stored.width, stored.height)
         except ValueError as error:
             raise BrokenImageError(f"the image processor refuses it: {error}") from None
+        digest = self._store.put(stored.png)
         reference = {
             "type": IMAGE_PART,
-            "digest": self._store.put(stored.png),
+            "digest": digest,
             "num_bytes": len(stored.png),
             "width": stored.width,
             "height": stored.height,
         }
-        self._keep(reference["digest"], stored.png)
+        self._keep(digest, stored.png)
         self._note(key, reference)
         return reference
 

@@ -190,7 +190,8 @@ async def test_responses_have_pictures_in_input_and_in_outputs_of_calls(tmp_path
 
 async def test_the_same_text_with_another_picture_is_another_history(tmp_path) -> None:
     async with opened(tmp_path, "ab", "ab", "cd") as run:
-        first, second = (user(chat_part(png_of(seed)), "?") for seed in (0, 1))
+        first = user(chat_part(png_of(0)), "?")
+        second = user(chat_part(png_of(1)), "?")
         said = await run.say(first)
         await run.say(second)
         await run.say(first, said, user("and?"))
