@@ -87,7 +87,10 @@ class ScriptCheck:
             self._times.setdefault(process, set()).add(int(reply[0]) + int(reply[1]) / 1e6)
 
     def _was_finished(self, process: Process, replies: list[Any]) -> None:
-        (self._refused.add if replies == [0] else self._refused.discard)(process)
+        if replies == [0]:
+            self._refused.add(process)
+        else:
+            self._refused.discard(process)
 
     def judge(self) -> list[str]:
         """What is wrong with the ends of processes."""
