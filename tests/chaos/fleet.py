@@ -178,8 +178,8 @@ class Fleet:
         log = self.folder / f"{spec.name}.log"
         command = ["tests.chaos.generated" if word == ROLLOUT else word for word in spec.command]
         if self.is_forked:
-            _, _, module, *words = command
-            process = start_module(module, words, log, env)
+            at = command.index("-m") + 1
+            process = start_module(command[at], command[at + 1 :], log, env)
         else:
             process = start_plain(command, log, env)
         self.members[spec.name] = Member(spec, process, time.time(), is_kept)
