@@ -21,6 +21,7 @@ from tests.support.archives import archive
 from tests.support.models import run_config
 from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
+from tests.support.recorded_sessions import as_session
 from tests.support.servers import free_port
 from tests.support.trajectories import make_config
 from tests.support.vision import file_of, noise
@@ -224,6 +225,44 @@ async def test_pictures_stand_beside_the_tokens_of_their_prompt(site, broker, ke
     store.folder.rename(tmp_path / "away")
     answer = await site.get(f"/groups/6/pictures/{first.digest}.png")
     assert answer.status_code == 503 and "cannot be read now" in answer.text
+
+
+async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(site, broker, keys, tmp_path):
+    store = ImageStore(tmp_path / keys.run_id)
+    first_png = file_of(noise(56, 40, 0))
+    later_png = file_of(noise(30, 20, 1))
+    ticket = seeing_question(6, store, first_png)
+    (first,) = ticket.images
+    later = first.model_copy(
+        update={"digest": store.put(later_png), "num_bytes": len(later_png), "width": 30, "height": 20}
+    )
+    images = (
+        first,
+        # Tokens of the environment, between the turns.
+        later.model_copy(update={"first": len(ticket.prompt_ids) + 5}),
+        first.model_copy(update={"segment": 1}),
+    )
+    part = {"type": "image", "digest": later.digest, "num_bytes": 9, "width": 30, "height": 20}
+    messages = [
+        {"role": "assistant", "content": "I look."},
+        {"role": "tool", "content": [{"type": "text", "text": f"there: {SCRIPT}"}, part]},
+        {"role": "assistant", "content": "I see."},
+    ]
+    sample = completion(6, 0, "").model_copy(update={"prompt_ids": ticket.prompt_ids})
+    sample = as_session(sample, messages=tuple(messages)).model_copy(update={"images": images})
+    await append_numbered(broker, keys.prompts(), [(6, ticket)])
+    await append(broker, keys.trajectories(), sample)
+    address = f"/run/{keys.run_id}/groups/6/pictures"
+    of_later = f'src="{address}/{later.digest}.png" alt="Picture 2"'
+    await shows(site, "/groups/6", of_later, "2 · 30 × 20 · tokens 10–11", "3 · 56 × 40 · fork 1, tokens 1–2")
+    page = await text(site, "/groups/6")
+    prompt, _, completions = page.partition('id="completions-title"')
+    assert first.digest in prompt and later.digest not in prompt
+    assert "[picture]" in completions and "<script>window" not in page
+    answer = await site.get(f"/groups/6/pictures/{later.digest}.png")
+    assert answer.status_code == 200 and answer.content == later_png
+    for path in ("/groups/6/0/tokens", "/groups/6/0/tokens?segment=1", "/groups/6.json"):
+        assert (await site.get(path)).status_code == 200, path
 
 
 async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncClient) -> None:
