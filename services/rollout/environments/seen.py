@@ -15,7 +15,7 @@ from tidemill.services.rollout.environments.environment import (
     Opening,
     Row,
 )
-from tidemill.services.rollout.sessions.picture_parts import is_seen
+from tidemill.services.rollout.sessions.picture_parts import is_seen, references_in
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
@@ -62,6 +62,13 @@ class SeenEnvironment(Environment):
         if self._pictures is None:
             raise EnvironmentFaultError(NO_SECTION, kind)
         try:
-            return [await self._pictures.take_message(message) for message in messages]
+            taken = [await self._pictures.take_message(message) for message in messages]
         except BrokenImageError as error:
             raise EnvironmentFaultError(f"a picture that the environment shows: {error}", kind) from error
+        # Those of the row are for the first prompt alone.
+        if kind != "reset" and any("digest" not in item for item in references_in(taken)):
+            raise EnvironmentFaultError(
+                "what the environment shows: a part of type image has no picture; give it one, under `image`",
+                kind,
+            )
+        return taken

@@ -197,6 +197,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a path": ([{"type": "image", "image": "a.png"}], "it is a path"),
     "an address": ([{"type": "image_url", "image_url": {"url": "http://x/a.png"}}], "it is an address"),
     "narrow": ([{"type": "image", "bytes": png_of(0, 1000, 2)}], "one side is more than"),
+    "no picture": ([{"type": "text", "text": "a"}, {"type": "image"}], "a part of type image has no picture"),
 }
 
 
