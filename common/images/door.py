@@ -22,6 +22,7 @@ from tidemill.common.images.fetching import fetch
 from tidemill.common.images.pictures import FORM, make_picture
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
+from tidemill.common.process.shortage import is_machine_fault
 
 NOTES_FILE = "sources.jsonl"
 """Beside the pictures: what was made of which source, one JSON object a line."""
@@ -85,8 +86,8 @@ class ImageDoor:
 
         Raises:
             ConfigError: pillow is not installed.
-            StorageError, StoreError: the store does not take one, or this machine cannot read or fetch one
-                now.
+            StorageError, StoreError: the store does not take one, or this machine cannot read, fetch or
+                decode one now.
         """
         if not sources:
             return []
@@ -156,7 +157,15 @@ class ImageDoor:
         noted = self._noted(key)
         if noted is not None:
             return noted
-        picture = make_picture(content, self._config.max_pixels, label)
+        try:
+            picture = make_picture(content, self._config.max_pixels, label)
+        except Exception as error:
+            if not is_machine_fault(error):
+                raise
+            reason = str(error) or type(error).__name__
+            raise StoreError(
+                f"no picture can be decoded: this machine is short of something ({reason})"
+            ) from error
         if self._store is None:
             digest = xxhash.xxh3_128_hexdigest(picture.png)
         else:

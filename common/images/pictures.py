@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.process.shortage import is_machine_fault
 
 FORM = "png1"
 """Name of this form. Another form of the same picture has another name."""
@@ -69,6 +70,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         BrokenImageError: it is empty, damaged, of another format than its label, animated, too large, too
             narrow, or has more than 8 bits a channel.
         ConfigError: pillow is not installed.
+        OSError, MemoryError, ImportError: this machine is short of something (`is_machine_fault`).
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -92,9 +94,10 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         raise
     except Image.DecompressionBombError:
         raise BrokenImageError(_too_large("far more")) from None
-    except MemoryError:
-        raise
     except Exception as error:  # PIL's readers raise many kinds for damaged bytes
+        # Such as of a reader of PIL that is imported now, without a descriptor for its file.
+        if is_machine_fault(error):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is none of {', '.join(FORMATS)} (it begins with {content[:12]!r})"

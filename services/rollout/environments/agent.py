@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+PICTURES_S = 0.1
+"""Between two looks at the time of a session whose pictures are being stored."""
 SWEEP_S = 5.0
 START_S = 10.0
 """A program that has not asked after this long no longer takes a place among those that start."""
@@ -336,8 +338,9 @@ class AgentPlayer(Player):
 
     async def _watched(self, program: "asyncio.Task[Closing]", session: GatewaySession) -> Closing:
         """Wait for the program's result, within the limits of time."""
-        deadline = time.monotonic() + self.section.session_timeout_s
+        begun = time.monotonic()
         while not program.done():
+            deadline = begun + self.section.session_timeout_s + session.taken_in_s
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
             if silent_s >= self.section.call_timeout_s or now >= deadline:
@@ -354,6 +357,8 @@ class AgentPlayer(Player):
                     "timeout",
                 )
             left_s = min(deadline - now, self.section.call_timeout_s - silent_s)
+            if session.is_taking_in:  # the deadline moves on meanwhile
+                left_s = max(left_s, PICTURES_S)
             both: set[asyncio.Future[Any]] = {program, session.failed}
             # Not `wait_for`: at its limit it would cancel what it waits for.
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

@@ -42,6 +42,7 @@ from tidemill.services.rollout.environments.environment import (
 )
 from tidemill.services.rollout.environments.recorded import DifferentAnswerError, RecordedEnvironment
 from tidemill.services.rollout.environments.seen import SeenEnvironment
+from tidemill.services.rollout.environments.session_time import SessionTime
 from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
 from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
 from tidemill.services.rollout.sessions.parts import Recording
@@ -131,7 +132,7 @@ class EnvironmentPlayer(Player):
         assert self.stage is not None
         # The session's time includes making its environment. One that repeats takes its time all over again.
         spent_s = recording.elapsed_s if kind.resumes == "restore" else 0.0
-        deadline = time.monotonic() + self.section.session_timeout_s - spent_s
+        session_time = SessionTime(self.section.session_timeout_s - spent_s)
         name = await self.containers.begin(session)
         if name:
             row = {**row, SESSION_COLUMN: name}
@@ -141,11 +142,13 @@ class EnvironmentPlayer(Player):
             await self.containers.end(name)
             raise
         # Before answers are recorded: pixels are never in Redis.
-        environment = SeenEnvironment(environment, self.pictures)
+        environment = SeenEnvironment(environment, self.pictures, session_time)
         if kind.resumes:
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
-            played = await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
+            played = await Play(self, kind, environment, session_time).play(
+                ticket, row, recording, num_faults
+            )
             # Before it is closed, which removes its containers.
             await self.containers.check(name, played.session.reward if played.session else None)
             return played
@@ -166,12 +169,12 @@ class EnvironmentPlayer(Player):
 
 class Play:
     def __init__(
-        self, player: EnvironmentPlayer, kind: Kind, environment: Environment, deadline: float
+        self, player: EnvironmentPlayer, kind: Kind, environment: Environment, session_time: SessionTime
     ) -> None:
         self._player = player
         self._kind = kind
         self._environment = environment
-        self._deadline = deadline
+        self._time = session_time
         self._section = player.section
         self._chat = player.chat
         self._max_model_len = player.config.model.max_model_len
@@ -300,7 +303,7 @@ class Play:
             if sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             try:
-                async with asyncio.timeout(self._left_s() if recorder.turns else None):
+                async with asyncio.timeout(self._time.left_s if recorder.turns else None):
                     generation = await recording.turn([*recorder.ids, *context], sampling, images)
             except TimeoutError:
                 self._late = "session"
@@ -328,7 +331,7 @@ class Play:
         begun = time.monotonic()
         acts = list[Act]()
         try:
-            async with asyncio.timeout(self._left_s()):
+            async with self._time.limiting():
                 acts = await self._answer(parsed)
         except TimeoutError:
             self._late = "session"
@@ -393,9 +396,6 @@ class Play:
         num_prompt = len(recorder.prompt_ids)
         most = min(self._section.max_tokens or self._max_model_len, self._max_model_len - num_prompt)
         return most - len(recorder.completion_ids)
-
-    def _left_s(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
 
 
 def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, Any]]:

@@ -15,7 +15,8 @@ from tidemill.services.rollout.environments.environment import (
     Opening,
     Row,
 )
-from tidemill.services.rollout.sessions.picture_parts import is_seen
+from tidemill.services.rollout.environments.session_time import SessionTime
+from tidemill.services.rollout.sessions.picture_parts import is_seen, references_in
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
@@ -29,9 +30,12 @@ NO_SECTION = (
 class SeenEnvironment(Environment):
     """Raises EnvironmentFaultError where a picture is none that is taken, or the run has no pictures."""
 
-    def __init__(self, inner: Environment, pictures: "SessionPictures | None") -> None:
+    def __init__(
+        self, inner: Environment, pictures: "SessionPictures | None", session_time: SessionTime
+    ) -> None:
         self._inner = inner
         self._pictures = pictures
+        self._time = session_time
 
     async def reset(self, row: Row) -> Opening:
         opening = await self._inner.reset(row)
@@ -62,6 +66,14 @@ class SeenEnvironment(Environment):
         if self._pictures is None:
             raise EnvironmentFaultError(NO_SECTION, kind)
         try:
-            return [await self._pictures.take_message(message) for message in messages]
+            with self._time.stopped():
+                taken = [await self._pictures.take_message(message) for message in messages]
         except BrokenImageError as error:
             raise EnvironmentFaultError(f"a picture that the environment shows: {error}", kind) from error
+        # Those of the row are for the first prompt alone.
+        if kind != "reset" and any("digest" not in item for item in references_in(taken)):
+            raise EnvironmentFaultError(
+                "what the environment shows: a part of type image has no picture; give it one, under `image`",
+                kind,
+            )
+        return taken

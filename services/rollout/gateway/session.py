@@ -163,6 +163,9 @@ class GatewaySession:
         self._pictures = pictures
         self._num_taking_in = 0
         """Requests whose pictures are being taken in."""
+        self._taking_in_since = 0.0
+        """When the first of these came."""
+        self._taken_in_s = 0.0
         self._pace = pace or EnginePace()
         self._last_asked: Exchange | None = None
         self._chat = chat
@@ -217,6 +220,17 @@ class GatewaySession:
     def num_running(self) -> int:
         """Questions that wait for an answer, those among them whose pictures are being taken in."""
         return len(self._running) + self._num_taking_in
+
+    @property
+    def taken_in_s(self) -> float:
+        """How long pictures of requests were taken in so far. That is no time of the program: a store that is
+        away is waited for."""
+        now_s = time.monotonic() - self._taking_in_since if self._num_taking_in else 0.0
+        return self._taken_in_s + now_s
+
+    @property
+    def is_taking_in(self) -> bool:
+        return self._num_taking_in > 0
 
     @property
     def end(self) -> SessionEnd:
@@ -283,6 +297,8 @@ class GatewaySession:
         if len(parts) > pictures.max_per_prompt:
             raise self._too_many(len(parts), pictures.max_per_prompt, is_asked)
         # As work of ours: while the store of pictures is away, the program is not silent.
+        if not self._num_taking_in:
+            self._taking_in_since = time.monotonic()
         self._num_taking_in += 1
         try:
             messages = [await self._taken(message, pictures) for message in question.messages]
@@ -295,6 +311,8 @@ class GatewaySession:
         finally:
             self._num_taking_in -= 1
             self.active_at = time.monotonic()
+            if not self._num_taking_in:
+                self._taken_in_s += self.active_at - self._taking_in_since
         self._check_open()
         return replace(question, messages=tuple(messages))
 

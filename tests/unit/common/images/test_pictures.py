@@ -1,5 +1,6 @@
 """Pictures at the door: one form for all, and a reason for each that is refused."""
 
+import errno
 import io
 import struct
 import zlib
@@ -175,3 +176,14 @@ def test_a_file_of_other_formats_is_not_even_opened():
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n"
     assert "none of PNG" in reason_of(eps)
     assert "none of PNG" in reason_of(file_of(noise(4, 4), "PPM"))
+
+
+def test_a_shortage_of_the_machine_says_nothing_about_the_picture(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    content = file_of(noise(56, 56))
+    # PIL imports its readers with the first picture.
+    monkeypatch.setattr(Image, "open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        make_picture(content, LARGE)

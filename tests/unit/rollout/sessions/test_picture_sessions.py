@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, train
 from tests.support.picture_samples import png_of
 from tests.support.picture_sessions import THIS, Script, Stage, picture, trajectory_of
-from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError, StoreError
 from tidemill.common.images.pictures import make_picture
-from tidemill.common.images.store import IMAGES_FOLDER
+from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.rollout.environments import build_player, load, player
@@ -191,12 +192,34 @@ async def test_a_process_of_an_environment_sends_pictures_and_a_ticket_without_a
     assert stage.maker.store.read(played.images[0])
 
 
+@pytest.mark.usefixtures("on_the_loop")
+async def test_a_store_that_is_away_takes_none_of_the_time_of_a_session(tmp_path: Path, monkeypatch) -> None:
+    timeout_s = 3.0
+    stage = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 1}, session_timeout_s=timeout_s)
+    ticket = stage.ticket([])
+    away_until: list[float] = []
+    put = ImageStore.put
+
+    def put_later(store: ImageStore, png: bytes) -> str:
+        if not away_until:
+            away_until.append(time.monotonic() + timeout_s)
+        if time.monotonic() < away_until[0]:
+            raise StoreError("the store is away")
+        return put(store, png)
+
+    monkeypatch.setattr(ImageStore, "put", put_later)
+    played, _ = await play(stage, ticket, "a", "b")
+    assert played.session is not None
+    assert (played.session.end, played.session.late, len(played.images)) == ("done", "", 1)
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "damaged": ([{"type": "image", "bytes": png_of(0)[:50]}], "cannot be decoded"),
     "none": ([{"type": "image", "image": [[0.5]]}], "expected a PIL picture"),
     "a path": ([{"type": "image", "image": "a.png"}], "it is a path"),
     "an address": ([{"type": "image_url", "image_url": {"url": "http://x/a.png"}}], "it is an address"),
     "narrow": ([{"type": "image", "bytes": png_of(0, 1000, 2)}], "one side is more than"),
+    "no picture": ([{"type": "text", "text": "a"}, {"type": "image"}], "a part of type image has no picture"),
 }
 
 
