@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,16 @@ async def test_a_box_of_agentbox_reaches_no_address() -> None:
     (played,) = await play_agentbox((TASKS["csv-join"], look))
     (answer,) = answers_of(played)
     assert "Network is unreachable" in answer and "eth" not in answer
+
+
+async def test_each_container_of_agentbox_has_the_name_of_its_session() -> None:
+    begun = int(time.time())
+    await play_agentbox((TASKS["csv-join"],))
+    label = '{{index .Actor.Attributes "tidemill.session"}}'
+    events = ["docker", "events", "--since", str(begun), "--until", str(int(time.time()) + 1)]
+    asked = [*events, "--filter", "event=create", "--format", label]
+    ended = await asyncio.to_thread(subprocess.run, asked, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [str(replace(SESSION, number=1))]
 
 
 LOST = r"the box was lost|the test was killed, or its box is gone"

@@ -1,6 +1,8 @@
 """A run with pictures: trained from the run's store, broken ones fail alone, and steps replay bit by bit."""
 
+import asyncio
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.steps import StepReplay
+from tidemill.services.trainer.service import serve
 
 STEPS = 3
 
@@ -189,6 +192,21 @@ async def test_sessions_with_pictures_in_later_turns_and_forks_replay_from_strea
     assert [result["equal"] for result in results] == [True, True]
     await archive_run(broker, keys, context.run_dir, context.config.streams.archive, is_last=True)
     results = await replayed(context, 0, STEPS - 1)
+    assert [result["equal"] for result in results] == [True, True]
+
+
+@pytest.mark.timeout(900)  # ranks start twice, on a busy machine
+async def test_two_ranks_replay_sessions_with_pictures_bit_by_bit(make_pictures_run, broker, keys):
+    context = make_pictures_run("qwen3_vl", train_tower=True, num_ranks=2, device="cpu", deterministic=True)
+    sessions = Sessions(context)
+    async with answering_with(broker, keys, sessions.answer):
+        await asyncio.wait_for(serve(context), 400)
+    commits = await commits_of(broker, keys)
+    assert len(commits) == STEPS and not any(commit.dropped for commit in commits)
+    replay = replay_of(context, broker)
+    policy: Any = replay.policy
+    with closing(policy):
+        results = [result async for result in replay.results((0, STEPS - 1))]
     assert [result["equal"] for result in results] == [True, True]
 
 

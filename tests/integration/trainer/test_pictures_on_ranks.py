@@ -60,14 +60,19 @@ OF_PASSES = ("positions", "picture_tokens", "picture_pairs")
 
 
 def batches_of(maker: PictureMaker) -> list[MicroBatch]:
-    """Of all samples; of a picture beside a text; of one picture and of one text, which are one rank's."""
+    """Of all samples; of a picture beside a text; of a session that shows a picture beside a text; of one
+    picture, one text and one session with two of them, each of which is one rank's."""
     samples = maker.samples()
     text = samples[6]
+    session, forked = samples[7:]
+    assert (len(session.images), len(forked.segments), len(forked.images)) == (2, 2, 4)
     return [
         *form_micro_batches(samples, 60, 2),
         MicroBatch((text, samples[3])),
+        MicroBatch((session, text)),
         MicroBatch((samples[0],)),
         MicroBatch((text,)),
+        MicroBatch((forked,)),
     ]
 
 
