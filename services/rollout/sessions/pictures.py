@@ -12,6 +12,7 @@ Addresses and paths are refused: what they lead to may change between a turn and
 session the model may have chosen them.
 """
 
+import errno
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,13 @@ import xxhash
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.data.image_columns import IMAGE_PART
-from tidemill.common.errors import BrokenImageError
+from tidemill.common.errors import BrokenImageError, ConfigError, StoreError
+from tidemill.common.files import StorageError
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.images.sources import WEB, ImageSource, parse_source
 from tidemill.common.images.store import ImageStore, read_images, waiting
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.wire.images import Image
 from tidemill.services.rollout.sessions.picture_parts import (
     Message,
@@ -73,12 +76,13 @@ class SessionPictures:
         return cls(config.images, store, load_processor(config.model.path, config.images))
 
     async def take(self, picture: Any) -> Reference:
-        """Take a picture in: bytes, or a `data:` URL. Waits for a store that is away.
+        """Take a picture in: bytes, or a `data:` URL. Waits for a store that is away, and for a disk that is
+        full, read-only or not there.
 
         Raises:
             BrokenImageError: it is none that is taken.
-            StorageError: the disk is full, read-only or not there.
-            ConfigError: pillow is not installed, or the store refuses the keys of this process.
+            ConfigError: pillow is not installed, or the store refuses the keys of this process; or the run's
+                folder is none that it may write to.
         """
         reference = await waiting(self._store, lambda: self._take(picture))
         return dict(reference)
@@ -160,7 +164,7 @@ class SessionPictures:
             self._processor.num_tokens_of(stored.width, stored.height)
         except ValueError as error:
             raise BrokenImageError(f"the image processor refuses it: {error}") from None
-        digest = self._store.put(stored.png)
+        digest = self._put(stored.png)
         reference = {
             "type": IMAGE_PART,
             "digest": digest,
@@ -171,6 +175,17 @@ class SessionPictures:
         self._keep(digest, stored.png)
         self._note(key, reference)
         return reference
+
+    def _put(self, png: bytes) -> str:
+        try:
+            return self._store.put(png)
+        except StorageError as error:
+            # No folder: it is not mounted just now. Waited for, as where it is read.
+            if error.can_clear or error.errno == errno.ENOENT:
+                raise StoreError(str(error)) from error
+            if is_machine_fault(error):
+                raise
+            raise ConfigError(str(error)) from error
 
     def _note(self, key: str, reference: Reference) -> None:
         with self._lock:

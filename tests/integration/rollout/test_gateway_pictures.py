@@ -1,8 +1,10 @@
 """Pictures in requests of the clients that agents use: tokens, places, what is refused, what is trained."""
 
+import asyncio
 import base64
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,12 @@ from tests.support.late_imports import late
 from tests.support.picture_samples import png_of
 from tests.support.picture_sessions import SAMPLING, Script, Stage, trajectory_of
 from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import StoreError
+from tidemill.common.images.store import ImageStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.services.rollout.environments.environment import Closing
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.pictures import SessionPictures
@@ -247,6 +253,32 @@ async def test_more_pictures_than_a_prompt_may_have_are_a_limit_of_the_session(t
         with pytest.raises(openai.NotFoundError):
             await run.say(first, said, user(chat_part(png_of(9))))
         assert run.session.end == "max_tokens" and len(run.trajectory().images) == MAX_PICTURES
+
+
+async def test_a_store_that_is_away_takes_none_of_the_time_of_a_program(tmp_path, monkeypatch) -> None:
+    timeout_s = 4.0
+    away_until: list[float] = []
+    put = ImageStore.put
+
+    def put_later(store: ImageStore, png: bytes) -> str:
+        if not away_until:
+            away_until.append(time.monotonic() + timeout_s)
+        if time.monotonic() < away_until[0]:
+            raise StoreError("the store is away")
+        return put(store, png)
+
+    monkeypatch.setattr(ImageStore, "put", put_later)
+    async with opened(tmp_path, session_timeout_s=timeout_s) as run:
+
+        async def play() -> Closing:
+            said = await run.say(user("go"))
+            await run.say(user("go"), said, user(chat_part(png_of(0)), "!"))
+            return Closing(1.0)
+
+        player = AgentPlayer(run.stage.config, lambda ids: "", lambda: open_chat(run.stage.config))
+        result = await player._watched(asyncio.create_task(play()), run.session)
+        assert (result.reward, result.is_late, run.session.end) == (1.0, False, "done")
+        assert len(run.trajectory().images) == 1
 
 
 async def test_names_of_tokens_that_stand_for_pictures_are_text_in_a_session(tmp_path) -> None:

@@ -17,6 +17,7 @@ from tests.support.models import one_batch, train
 from tests.support.picture_samples import png_of
 from tests.support.picture_sessions import THIS, Script, Stage, picture, trajectory_of
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError, StoreError
+from tidemill.common.images import store as store_module
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
 from tidemill.common.wire import codec
@@ -25,6 +26,7 @@ from tidemill.services.rollout.environments import build_player, load, player
 from tidemill.services.rollout.environments.stages import LocalStage
 from tidemill.services.rollout.environments.users_code import result_of
 from tidemill.services.rollout.sessions.parts import Part, Recording, read_play
+from tidemill.services.rollout.sessions.pictures import SessionPictures
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 from tidemill.services.trainer.groups.pictures import PictureCheck
@@ -211,6 +213,23 @@ async def test_a_store_that_is_away_takes_none_of_the_time_of_a_session(tmp_path
     played, _ = await play(stage, ticket, "a", "b")
     assert played.session is not None
     assert (played.session.end, played.session.late, len(played.images)) == ("done", "", 1)
+
+
+async def test_a_folder_of_pictures_that_is_not_there_just_now_is_waited_for(
+    tmp_path: Path, monkeypatch
+) -> None:
+    pictures = SessionPictures.of_run(Stage(tmp_path).config, tmp_path)
+    assert pictures is not None
+    await pictures.take(png_of(0))
+    (tmp_path / IMAGES_FOLDER).rename(tmp_path / "unmounted")
+
+    class Log:
+        def warning(self, *_: Any, **__: Any) -> None:
+            (tmp_path / "unmounted").rename(tmp_path / IMAGES_FOLDER)
+
+    monkeypatch.setattr(store_module, "log", Log())
+    reference = await pictures.take(png_of(1))
+    assert (tmp_path / IMAGES_FOLDER / f"{reference['digest']}.png").is_file()
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
