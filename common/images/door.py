@@ -19,10 +19,9 @@ from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.files import append_durably
 from tidemill.common.images.fetching import fetch
-from tidemill.common.images.pictures import FORM, make_picture
+from tidemill.common.images.pictures import FORM, is_shortage, make_picture
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
-from tidemill.common.process.shortage import is_machine_fault
 
 NOTES_FILE = "sources.jsonl"
 """Beside the pictures: what was made of which source, one JSON object a line."""
@@ -160,7 +159,7 @@ class ImageDoor:
         try:
             picture = make_picture(content, self._config.max_pixels, label)
         except Exception as error:
-            if not is_machine_fault(error):
+            if not is_shortage(error):
                 raise
             reason = str(error) or type(error).__name__
             raise StoreError(

@@ -5,13 +5,13 @@ under an alpha channel, whether an orientation tag counts, what 16 bits mean (do
 plainly one still picture is refused with a reason.
 """
 
+import errno
 import io
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
-from tidemill.common.process.shortage import is_machine_fault
 
 FORM = "png1"
 """Name of this form. Another form of the same picture has another name."""
@@ -44,6 +44,8 @@ MAX_ASPECT = 200
 DEEP_MODES = ("I", "F")
 """Beginnings of PIL's modes of more than 8 bits: it cuts their values off at 255."""
 ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of this machine: no descriptor or memory is left."""
 WHITE = (255, 255, 255)
 COMPRESS_LEVEL = 1
 """Of zlib: the fastest; others take several times as long for a tenth of the bytes."""
@@ -70,7 +72,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         BrokenImageError: it is empty, damaged, of another format than its label, animated, too large, too
             narrow, or has more than 8 bits a channel.
         ConfigError: pillow is not installed.
-        OSError, MemoryError, ImportError: this machine is short of something (`is_machine_fault`).
+        OSError, MemoryError: this machine is short of something (`is_shortage`).
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -96,13 +98,18 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         raise BrokenImageError(_too_large("far more")) from None
     except Exception as error:  # PIL's readers raise many kinds for damaged bytes
         # Such as of a reader of PIL that is imported now, without a descriptor for its file.
-        if is_machine_fault(error):
+        if is_shortage(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is none of {', '.join(FORMATS)} (it begins with {content[:12]!r})"
         raise BrokenImageError(f"it cannot be decoded: {reason}") from None
     return Picture(buffer.getvalue(), picture.width, picture.height)
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether an exception of `make_picture` says that the machine is short of something."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES
 
 
 def _check_header(source: Any, label: str) -> None:

@@ -259,7 +259,7 @@ class Play:
         pictures = self._player.pictures
         if pictures is None:
             return ids, ()
-        ids, images = pictures.expand(ids, messages)
+        ids, images = _expanded(pictures, ids, messages, 0, "reset")
         if len(images) > pictures.max_per_prompt:
             raise EnvironmentFaultError(
                 f"the first prompt has {len(images)} pictures, more than images.max_per_prompt "
@@ -319,7 +319,9 @@ class Play:
                 return "max_turns"
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)
             if self._player.pictures is not None:
-                context, new_images = self._player.pictures.expand(context, self._answers, len(recorder.ids))
+                context, new_images = _expanded(
+                    self._player.pictures, context, self._answers, len(recorder.ids), "step"
+                )
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
         """Have the environment answer a turn, into `_answers`. Returns how the session ends, if it does."""
@@ -396,6 +398,16 @@ class Play:
         num_prompt = len(recorder.prompt_ids)
         most = min(self._section.max_tokens or self._max_model_len, self._max_model_len - num_prompt)
         return most - len(recorder.completion_ids)
+
+
+def _expanded(
+    pictures: "SessionPictures", ids: Sequence[int], messages: Sequence[ChatMessage], first: int, kind: str
+) -> tuple[list[int], tuple[Image, ...]]:
+    """As `SessionPictures.expand`. Raises EnvironmentFaultError: the chat template has no place for each."""
+    try:
+        return pictures.expand(ids, messages, first)
+    except ValueError as error:
+        raise EnvironmentFaultError(f"what the environment shows: {error}", kind) from error
 
 
 def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, Any]]:

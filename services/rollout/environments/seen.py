@@ -67,13 +67,13 @@ class SeenEnvironment(Environment):
             raise EnvironmentFaultError(NO_SECTION, kind)
         try:
             with self._time.stopped():
-                taken = [await self._pictures.take_message(message) for message in messages]
+                seen = [await self._pictures.take_message(message) for message in messages]
         except BrokenImageError as error:
             raise EnvironmentFaultError(f"a picture that the environment shows: {error}", kind) from error
         # Those of the row are for the first prompt alone.
-        if kind != "reset" and any("digest" not in item for item in references_in(taken)):
+        if kind != "reset" and any("digest" not in item for item in references_in(seen)):
             raise EnvironmentFaultError(
                 "what the environment shows: a part of type image has no picture; give it one, under `image`",
                 kind,
             )
-        return taken
+        return seen

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,13 @@ def test_a_store_that_takes_nothing_ends_the_call_and_blames_no_row(tmp_path):
     (tmp_path / "images").write_text("a file in its place")
     with pytest.raises(StorageError, match="image"):
         open_door(tmp_path).take([ImageSource(content=file_of(noise(8, 8)))])
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_a_shortage_of_the_machine_ends_the_call_and_blames_no_row(tmp_path, monkeypatch, error):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "make_picture", refuse)
+    with pytest.raises(StoreError, match="short of something"):
+        open_door(tmp_path).take([ImageSource(content=file_of(noise(56, 56)))])

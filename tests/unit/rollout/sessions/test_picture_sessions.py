@@ -252,6 +252,21 @@ async def test_a_broken_picture_of_an_environment_is_its_fault(tmp_path: Path, n
 
 
 @pytest.mark.usefixtures("on_the_loop")
+async def test_pictures_that_would_count_as_one_are_the_environments_fault(tmp_path: Path) -> None:
+    content = [{"type": "image", "bytes": png_of(0)}, {"type": "image", "bytes": png_of(1)}]
+    stage = Stage(tmp_path, use=f"{THIS}:Gallery", options={"content": content})
+    # Such as that of LLaVA, which writes nothing around a picture.
+    template = stage.tokenizer.chat_template
+    for mark in ("<|vision_start|>", "<|vision_end|>"):
+        assert mark in template
+        template = template.replace(mark, "")
+    stage.tokenizer.chat_template = template
+    stage.tokenizer.save_pretrained(stage.folder)
+    with pytest.raises(EnvironmentFaultError, match="no text between them"):
+        await play(stage, stage.ticket([]), "a")
+
+
+@pytest.mark.usefixtures("on_the_loop")
 async def test_a_session_that_shows_more_pictures_than_a_prompt_may_have_is_truncated(tmp_path: Path) -> None:
     stage = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 9}, images={"max_per_prompt": 3})
     played, script = await play(stage, stage.ticket([png_of(0)]), "a", "b", "c", "d")
