@@ -294,7 +294,9 @@ class Trajectory(PromptFields):
 
     @property
     def prompt_images(self) -> tuple[Image, ...]:
-        """Pictures of the first prompt; of a session `images` has later ones, too."""
+        """The row's pictures, as rewards get them; of a session `images` has later ones, too."""
+        if self.session is not None and self.session.row_images is not None:
+            return self.session.row_images
         num_prompt = len(self.prompt_ids)
         return tuple(image for image in self.images if not image.segment and image.first < num_prompt)
 

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from tidemill.common.wire.images import Image
 
 VersionSpan = tuple[int, int]
 """`(version, first_token)`: from this completion token on, `version` produced the tokens."""
@@ -152,6 +153,11 @@ class Session(BaseModel):
         (), description="answers that no program has read; they are in no segment and not in `messages`"
     )
     num_faults: int = Field(0, ge=0, description="tries before this one that ended in an environment's fault")
+    row_images: tuple[Image, ...] | None = Field(
+        None,
+        description="the row's pictures, where a program wrote the prompts; else those of the first",
+        exclude_if=lambda images: images is None,
+    )
 
 
 def check_tokens(completion_ids: Any, logprobs: Any, loss_mask: Any, spans: tuple[VersionSpan, ...]) -> None:

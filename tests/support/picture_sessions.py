@@ -17,7 +17,7 @@ from tests.support.picture_samples import IMAGES, PictureMaker, png_of
 from tidemill.common.config.run import RunConfig
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
-from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, Picture
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, Picture
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.rollout.environments import build_player
 from tidemill.services.rollout.sessions.player import Played, Player
@@ -195,7 +195,7 @@ class Stage:
         finally:
             await engine.close()
 
-    def asking(self, player: Player, engine: TransformersEngine, name: str) -> Any:
+    def asking(self, player: Player, engine: Engine, name: str) -> Any:
         """What a worker does for a turn of a session: read its pictures, and ask the engine."""
 
         async def ask(

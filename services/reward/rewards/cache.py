@@ -142,6 +142,8 @@ def _digest(version: str, sample: RewardSample) -> str:
     if session is not None:
         parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
         parts += [sample.turn_rewards, last.mask.tobytes()]
+        if session.row_images is not None:
+            parts.append(("row_images", [image.digest for image in session.row_images]))
     for segment in trajectory.segments[:-1]:  # of a session whose history was rewritten
         parts += [segment.prompt_ids.tobytes(), segment.completion_ids.tobytes(), segment.mask.tobytes()]
     return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

@@ -306,7 +306,7 @@ class AgentPlayer(Player):
         if result.is_late and session.end == "done":
             session.late = "program"
             session.reached.append("timeout")
-        played = session.played(result.reward, result.metrics, num_faults)
+        played = session.played(result.reward, result.metrics, num_faults, ticket.images)
         return replace(played, finish="length") if result.is_truncated else played
 
     async def _row(self, ticket: Ticket) -> Row:

@@ -23,6 +23,7 @@ from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd, Unread, UnreadAnswer
 from tidemill.services.rollout.engines.engine import Generation
@@ -455,7 +456,13 @@ class GatewaySession:
             return RequestError(problem, SESSION_LIMIT)
         return self._limit("max_tokens", problem, refused="pictures")
 
-    def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
+    def played(
+        self,
+        reward: float | None,
+        metrics: Mapping[str, float],
+        num_faults: int = 0,
+        row_images: tuple[Image, ...] = (),
+    ) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
         histories = self.read_histories
         recorders = [history.recorder for history in histories]
@@ -473,6 +480,8 @@ class GatewaySession:
             histories=dict(self.counts),
             unread=tuple(self._unread_answers()),
             num_faults=num_faults,
+            # The first segment may be of a helper, which sees other pictures than the row's, or none.
+            row_images=row_images if self._pictures is not None else None,
         )
         last = recorders[-1]
         reading = self._read(last.completion_ids, last.mask, last.prompt_ids)

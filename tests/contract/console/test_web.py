@@ -242,10 +242,10 @@ async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(s
         later.model_copy(update={"first": len(ticket.prompt_ids) + 5}),
         first.model_copy(update={"segment": 1}),
     )
-    shown_picture = {"type": "image", "digest": later.digest, "num_bytes": 9, "width": 30, "height": 20}
+    block = {"type": "image", "digest": later.digest, "num_bytes": 9, "width": 30, "height": 20}
     messages = [
         {"role": "assistant", "content": "I look."},
-        {"role": "tool", "content": [{"type": "text", "text": f"there: {SCRIPT}"}, shown_picture]},
+        {"role": "tool", "content": [{"type": "text", "text": f"there: {SCRIPT}"}, block]},
         {"role": "assistant", "content": "I see."},
     ]
     sample = completion(6, 0, "").model_copy(update={"prompt_ids": ticket.prompt_ids})

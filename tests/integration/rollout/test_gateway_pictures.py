@@ -21,6 +21,7 @@ from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import StoreError
 from tidemill.common.images.store import ImageStore
 from tidemill.common.wire import codec
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.environments.environment import Closing
@@ -40,6 +41,8 @@ SAYS = ("ab", "cd", "ef", "gh", "ij")
 
 class Opened:
     """A session behind a gateway, and clients of it."""
+
+    row_images: tuple[Image, ...] = ()
 
     def __init__(self, stage: Stage, session: GatewaySession, script: Script, root: str) -> None:
         self.stage = stage
@@ -71,7 +74,8 @@ class Opened:
 
     def trajectory(self) -> Trajectory:
         ticket = self.stage.ticket(sampling=SAMPLING)
-        trajectory = trajectory_of(ticket, self.session.played(1.0, {}))
+        played = self.session.played(1.0, {}, row_images=self.row_images)
+        trajectory = trajectory_of(ticket, played)
         assert codec.decode(codec.encode(trajectory), Trajectory) == trajectory
         check = PictureCheck(self.stage.maker.store, self.stage.maker.processor)
         assert check.fault_of(trajectory) == ""
@@ -307,6 +311,22 @@ async def test_a_request_is_read_up_to_the_size_of_its_pictures(tmp_path, monkey
         assert (await run.say(user("?", *large["content"][:1], "!", *large["content"][1:]))).content == "ab"
         answer = await run.post({"messages": [user("x" * (5 << 20))]})
         assert answer.status_code == 413
+
+
+async def test_rewards_get_the_pictures_of_the_row_whatever_a_helper_sees_first(
+    tmp_path,
+) -> None:
+    """Segments are by their last answers: that of a helper, which ends before the main history, is first."""
+    async with opened(tmp_path, "ab", "cd", "ef") as run:
+        question = user(chat_part(png_of(0)), "what?")
+        said = await run.say(question)
+        await run.say(user(chat_part(png_of(1)), "a helper's question"))
+        await run.say(question, said, user("and?"))
+        of_row, of_helper = sorted(run.trajectory().images, key=lambda image: -image.segment)
+        assert of_helper.segment == 0 and of_row.digest != of_helper.digest
+        assert run.trajectory().prompt_images == (), "the row has none"
+        run.row_images = (of_row,)
+        assert run.trajectory().prompt_images == (of_row,)
 
 
 async def test_forks_with_pictures_agree_in_engine_and_trainer(tmp_path) -> None:
