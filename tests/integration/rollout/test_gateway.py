@@ -311,11 +311,14 @@ async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
         assert run.session.played(None, {}).session.end == "max_tokens"
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"n": 2}, "n must be 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "reads text"),
         ({"max_tokens": 0}, "whole number from 1"),
         ({"stream": True, "stream_options": 5}, "stream_options"),
     ],

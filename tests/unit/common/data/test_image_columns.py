@@ -205,7 +205,7 @@ def test_the_run_notes_that_its_rows_may_have_pictures_and_refuses_what_is_blind
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "images": {}}
     assert RunConfig.model_validate(sections).data.has_images
     assert not RunConfig.model_validate({**sections, "images": None}).data.has_images
-    session = {"environment": {"use": "my_env.py:MyEnv"}}
+    server = {"environment": {"use": "openenv:http://localhost:1"}}
     judge = {"servers": "s", "template": "{{ completion }}"}
     servers = {"s": {"base_urls": ["http://localhost:1/v1"], "model": "m"}}
     local = {"s": {"local": {}, "model": "m"}}
@@ -221,7 +221,7 @@ def test_the_run_notes_that_its_rows_may_have_pictures_and_refuses_what_is_blind
     ):
         assert RunConfig.model_validate(sections | changes).reward.named.keys() == {"seen"}
     for changes, words in (
-        ({"rollout": session}, "single turn"),
+        ({"rollout": server}, "observations of OpenEnv's servers are read as text"),
         (asked(judge=judge | {"api": "completions"}), "reward.rewards.seen would .* take chat"),
         (asked(model={"servers": "s", "input": "ids"}), "reward.rewards.seen would .* take chat"),
         (asked(model={"servers": "s", "input": "text"}), "reward.rewards.seen would .* take chat"),
