@@ -45,9 +45,10 @@ from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import check_environment
-from tidemill.common.wire.messages import Lane, Ticket
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.names import SessionName
+from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.player import Player
@@ -56,6 +57,9 @@ SESSION = SessionName(RUN_UID, Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
 LENGTH = 1 << 16
 BATCH = 4
 COMMAND_TIMEOUT_S = 60
+CALL_TIMEOUT_S = 120.0
+FILL_TIMEOUT_S = 110
+"""Time for commands that fill a disk, or wait until it is full: less than a call has."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -71,37 +75,63 @@ Session = tuple[TaskFolder, *tuple[str, ...]]
 """A task, and the commands that the model runs."""
 
 
-async def play_verifiers(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
+class LastModel(ScriptedModel):
+    """Says that it is done only when these others' sessions have ended."""
+
+    def __init__(self, *lines: str, others: Sequence[asyncio.Task[Any]]) -> None:
+        super().__init__(*lines)
+        self.others = others
+
+    async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        if len(self.lines) == 1:
+            await asyncio.wait(self.others)
+        return await super().ask(ids, sampling)
+
+
+async def play_verifiers(
+    *sessions: Session, limit_s: int = COMMAND_TIMEOUT_S, first_is_last: bool = False
+) -> list[Any]:
     """Play sessions at once in verifiers' boxes; returns each one's play, or fault. `limit_s` is that of a
-    command."""
-    settings = {"containers": ENGINE, "call_timeout_s": 120.0}
+    command. With `first_is_last` the first one's box stays until the others' sessions have ended."""
+    settings = {"containers": ENGINE, "call_timeout_s": CALL_TIMEOUT_S}
     options = f"{OPTIONS} --env.agent.harness.command-timeout-s {limit_s}"
     async with agent_player(f"{PLAY} {options}", LENGTH, **settings) as player:
-        return await play_at_once(player, "shell", sessions)
+        return await play_at_once(player, "shell", sessions, first_is_last)
 
 
-async def play_agentbox(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
+async def play_agentbox(
+    *sessions: Session, limit_s: int = COMMAND_TIMEOUT_S, first_is_last: bool = False
+) -> list[Any]:
     """The same in agentbox's boxes."""
     environment = {"use": f"{EXAMPLE / 'agentbox_env.py'}:Env", "containers": "docker", "attempts": 1}
+    environment["call_timeout_s"] = CALL_TIMEOUT_S
     config = run_config("m", model={"max_model_len": LENGTH}, rollout={"environment": environment})
     player = EnvironmentPlayer(config, CHAT.decode, lambda: CHAT)
     try:
         await player.start()
-        return await play_at_once(player, "run_command", sessions, timeout_s=float(limit_s))
+        return await play_at_once(player, "run_command", sessions, first_is_last, timeout_s=float(limit_s))
     finally:
         await player.close()
 
 
 async def play_at_once(
-    player: Player, tool: str, sessions: Sequence[Session], **arguments: float
+    player: Player,
+    tool: str,
+    sessions: Sequence[Session],
+    first_is_last: bool = False,
+    **arguments: float,
 ) -> list[Any]:
-    plays = []
+    plays: list[asyncio.Task[Any]] = []
+    others: list[asyncio.Task[Any]] = []
     for number, (task, *commands) in enumerate(sessions):
-        calls = [call_line(tool, command=command, **arguments) for command in commands]
-        model = ScriptedModel(*calls, "done")
+        lines = [*(call_line(tool, command=command, **arguments) for command in commands), "done"]
+        is_last = first_is_last and number == 0
+        model = LastModel(*lines, others=others) if is_last else ScriptedModel(*lines)
         ticket = ticket_of(task, task=NAMES.index(task.name))
         name = replace(SESSION, index=number)
-        plays.append(player.play(ticket, f"s{number}", Recording(model.ask, session=name)))
+        play = player.play(ticket, f"s{number}", Recording(model.ask, session=name))
+        plays.append(asyncio.ensure_future(play))
+    others += plays[1:]
     return await asyncio.gather(*plays, return_exceptions=True)
 
 
@@ -367,9 +397,11 @@ async def test_an_agent_that_fills_the_disk_makes_no_zero_of_another_session(
     play: Play, bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = TASKS["csv-join"]
-    fill = "dd if=/dev/zero of=/app/filled bs=1M; sleep 3; touch /app/full; sleep 15.5"
+    fill = "dd if=/dev/zero of=/app/filled bs=1M; sleep 3; touch /app/full"
+    wait = "until [ $(df --output=avail -k /app | tail -1) -lt 1024 ]; do sleep 0.5; done; sleep 1"
     with small_disk(1500 << 20) as folder, another_engine(folder, bridge, monkeypatch):
-        for outcome in await play((task, fill), (task, "sleep 8", task.solution)):
+        sessions = (task, fill), (task, wait, task.solution)
+        for outcome in await play(*sessions, limit_s=FILL_TIMEOUT_S, first_is_last=True):
             assert isinstance(outcome, EnvironmentFaultError), outcome
         (again,) = await play((task, task.solution))
         assert reward_of(again) == 1.0
