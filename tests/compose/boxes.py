@@ -392,15 +392,23 @@ async def test_an_engine_that_is_killed_makes_faults_and_nothing_is_left(
         assert reward_of(again) == 1.0
 
 
+FILL = """
+fill() { dd if=/dev/zero of=/app/filled bs=$1 oflag=append conv=notrunc; }
+fill 1M
+# A few blocks are left, or become free: enough for a small file.
+while :; do fill 4k; sleep 0.2; done > /dev/null 2>&1 < /dev/null &
+sleep 4
+"""
+
+
 @BOTH
 async def test_an_agent_that_fills_the_disk_makes_no_zero_of_another_session(
     play: Play, bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = TASKS["csv-join"]
-    fill = "dd if=/dev/zero of=/app/filled bs=1M; sleep 3; touch /app/full"
-    wait = "until [ $(df --output=avail -k /app | tail -1) -lt 1024 ]; do sleep 0.5; done; sleep 1"
+    wait = "until [ $(df --output=avail -k /app | tail -1) -lt 4 ]; do sleep 0.5; done; sleep 1"
     with small_disk(1500 << 20) as folder, another_engine(folder, bridge, monkeypatch):
-        sessions = (task, fill), (task, wait, task.solution)
+        sessions = (task, FILL), (task, wait, task.solution)
         for outcome in await play(*sessions, limit_s=FILL_TIMEOUT_S, first_is_last=True):
             assert isinstance(outcome, EnvironmentFaultError), outcome
         (again,) = await play((task, task.solution))
