@@ -40,7 +40,7 @@ from tests.support.models import run_config
 from tests.support.preloaded import REPO
 from tests.support.rollout_worker import RUN_UID
 from tests.support.scripted_model import CHAT, ScriptedModel, agent_player, call_line, make_ticket
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
@@ -75,33 +75,33 @@ Session = tuple[TaskFolder, *tuple[str, ...]]
 """A task, and the commands that the model runs."""
 
 
-class LastModel(ScriptedModel):
-    """Says that it is done only when these others' sessions have ended."""
+MEET = "meet"
+"""In place of a command: each session waits here until the others do."""
 
-    def __init__(self, *lines: str, others: Sequence[asyncio.Task[Any]]) -> None:
+
+class MeetingModel(ScriptedModel):
+    def __init__(self, *lines: str, barrier: asyncio.Barrier) -> None:
         super().__init__(*lines)
-        self.others = others
+        self.barrier = barrier
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        if len(self.lines) == 1:
-            await asyncio.wait(self.others)
+        while self.lines[0] == MEET:
+            self.lines.pop(0)
+            async with asyncio.timeout(PATIENCE_S):
+                await self.barrier.wait()
         return await super().ask(ids, sampling)
 
 
-async def play_verifiers(
-    *sessions: Session, limit_s: int = COMMAND_TIMEOUT_S, first_is_last: bool = False
-) -> list[Any]:
+async def play_verifiers(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
     """Play sessions at once in verifiers' boxes; returns each one's play, or fault. `limit_s` is that of a
-    command. With `first_is_last` the first one's box stays until the others' sessions have ended."""
+    command."""
     settings = {"containers": ENGINE, "call_timeout_s": CALL_TIMEOUT_S}
     options = f"{OPTIONS} --env.agent.harness.command-timeout-s {limit_s}"
     async with agent_player(f"{PLAY} {options}", LENGTH, **settings) as player:
-        return await play_at_once(player, "shell", sessions, first_is_last)
+        return await play_at_once(player, "shell", sessions)
 
 
-async def play_agentbox(
-    *sessions: Session, limit_s: int = COMMAND_TIMEOUT_S, first_is_last: bool = False
-) -> list[Any]:
+async def play_agentbox(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
     """The same in agentbox's boxes."""
     environment = {"use": f"{EXAMPLE / 'agentbox_env.py'}:Env", "containers": "docker", "attempts": 1}
     environment["call_timeout_s"] = CALL_TIMEOUT_S
@@ -109,29 +109,25 @@ async def play_agentbox(
     player = EnvironmentPlayer(config, CHAT.decode, lambda: CHAT)
     try:
         await player.start()
-        return await play_at_once(player, "run_command", sessions, first_is_last, timeout_s=float(limit_s))
+        return await play_at_once(player, "run_command", sessions, timeout_s=float(limit_s))
     finally:
         await player.close()
 
 
 async def play_at_once(
-    player: Player,
-    tool: str,
-    sessions: Sequence[Session],
-    first_is_last: bool = False,
-    **arguments: float,
+    player: Player, tool: str, sessions: Sequence[Session], **arguments: float
 ) -> list[Any]:
-    plays: list[asyncio.Task[Any]] = []
-    others: list[asyncio.Task[Any]] = []
+    plays = []
+    barrier = asyncio.Barrier(len(sessions))
     for number, (task, *commands) in enumerate(sessions):
-        lines = [*(call_line(tool, command=command, **arguments) for command in commands), "done"]
-        is_last = first_is_last and number == 0
-        model = LastModel(*lines, others=others) if is_last else ScriptedModel(*lines)
+        lines = [
+            command if command == MEET else call_line(tool, command=command, **arguments)
+            for command in commands
+        ]
+        model = MeetingModel(*lines, "done", barrier=barrier)
         ticket = ticket_of(task, task=NAMES.index(task.name))
         name = replace(SESSION, index=number)
-        play = player.play(ticket, f"s{number}", Recording(model.ask, session=name))
-        plays.append(asyncio.ensure_future(play))
-    others += plays[1:]
+        plays.append(player.play(ticket, f"s{number}", Recording(model.ask, session=name)))
     return await asyncio.gather(*plays, return_exceptions=True)
 
 
@@ -393,43 +389,49 @@ async def test_an_engine_that_is_killed_makes_faults_and_nothing_is_left(
 
 
 FILL = """
-fill() { dd if=/dev/zero of=/app/filled bs=$1 oflag=append conv=notrunc; }
+fill() { dd if=/dev/zero of=/app/filled bs=$1 oflag=append conv=notrunc$2; }
 fill 1M
 # A few blocks are left, or become free: enough for a small file.
-while :; do fill 4k; sleep 0.2; done > /dev/null 2>&1 < /dev/null &
+while [ -e /app/filled ]; do fill 4k ,nocreat; sleep 0.2; done > /dev/null 2>&1 < /dev/null &
 sleep 4
 """
+WAIT = "while head -c 4096 /dev/zero > /app/tried; do sleep 0.5; done; rm /app/tried; sleep 2"
+"""Until a block cannot be written: a box may use what `df` says is not available, root's reserve."""
+FREE = "rm /app/filled; until [ $(df --output=avail -k /app | tail -1) -gt 200000 ]; do sleep 0.2; done"
 
 
 @BOTH
 async def test_an_agent_that_fills_the_disk_makes_no_zero_of_another_session(
     play: Play, bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The neighbour's solution fails for want of room, and then its test runs where there is room again."""
     task = TASKS["csv-join"]
-    wait = "until [ $(df --output=avail -k /app | tail -1) -lt 4 ]; do sleep 0.5; done; sleep 1"
+    filler, neighbour = (task, FILL, MEET, FREE, MEET), (task, WAIT, task.solution, MEET, MEET)
     with small_disk(1500 << 20) as folder, another_engine(folder, bridge, monkeypatch):
-        sessions = (task, FILL), (task, wait, task.solution)
-        for outcome in await play(*sessions, limit_s=FILL_TIMEOUT_S, first_is_last=True):
+        for outcome in await play(filler, neighbour, limit_s=FILL_TIMEOUT_S):
             assert isinstance(outcome, EnvironmentFaultError), outcome
+            assert "the disk of the containers was full" in str(outcome)
         (again,) = await play((task, task.solution))
         assert reward_of(again) == 1.0
 
 
 @contextlib.contextmanager
 def small_disk(num_bytes: int) -> Iterator[Path]:
-    """A folder with a disk of its own."""
+    """A folder of an engine, whose data are on a disk of their own, as with /run/docker beside it."""
     with tempfile.TemporaryDirectory() as parent:
         image = Path(parent) / "image"
         with image.open("wb") as file:
             file.truncate(num_bytes)
         subprocess.run(["mkfs.ext4", "-q", image], check=True)
         folder = Path(parent) / "disk"
-        folder.mkdir()
-        subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+        data = folder / "data"
+        data.mkdir(parents=True)
+        subprocess.run(["mount", "-o", "loop", image, data], check=True)
         try:
             yield folder
         finally:
-            subprocess.run(["umount", "-l", folder], check=True)
+            if data.is_mount():  # an engine's stop leaves nothing mounted below its folder
+                subprocess.run(["umount", "-l", data], check=True)
 
 
 @pytest.mark.parametrize("way", ["verifiers", "agentbox"])
