@@ -299,10 +299,10 @@ async def test_a_box_of_agentbox_reaches_no_address() -> None:
 
 
 async def test_each_container_of_agentbox_has_the_name_of_its_session() -> None:
-    begun = int(time.time())
+    begun = f"{time.time():.6f}"  # not of the whole second: boxes of the test before were made in it
     await play_agentbox((TASKS["csv-join"],))
     label = '{{index .Actor.Attributes "tidemill.session"}}'
-    events = ["docker", "events", "--since", str(begun), "--until", str(int(time.time()) + 1)]
+    events = ["docker", "events", "--since", begun, "--until", str(int(time.time()) + 1)]
     asked = [*events, "--filter", "event=create", "--format", label]
     ended = await asyncio.to_thread(subprocess.run, asked, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines() == [str(replace(SESSION, number=1))]
