@@ -40,14 +40,15 @@ from tests.support.models import run_config
 from tests.support.preloaded import REPO
 from tests.support.rollout_worker import RUN_UID
 from tests.support.scripted_model import CHAT, ScriptedModel, agent_player, call_line, make_ticket
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import check_environment
-from tidemill.common.wire.messages import Lane, Ticket
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.names import SessionName
+from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.player import Player
@@ -56,6 +57,9 @@ SESSION = SessionName(RUN_UID, Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
 LENGTH = 1 << 16
 BATCH = 4
 COMMAND_TIMEOUT_S = 60
+CALL_TIMEOUT_S = 120.0
+FILL_TIMEOUT_S = 110
+"""Time for commands that fill a disk, or wait until it is full: less than a call has."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -71,10 +75,27 @@ Session = tuple[TaskFolder, *tuple[str, ...]]
 """A task, and the commands that the model runs."""
 
 
+MEET = "meet"
+"""In place of a command: each session waits here until the others do."""
+
+
+class MeetingModel(ScriptedModel):
+    def __init__(self, *lines: str, barrier: asyncio.Barrier) -> None:
+        super().__init__(*lines)
+        self.barrier = barrier
+
+    async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        while self.lines[0] == MEET:
+            self.lines.pop(0)
+            async with asyncio.timeout(PATIENCE_S):
+                await self.barrier.wait()
+        return await super().ask(ids, sampling)
+
+
 async def play_verifiers(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
     """Play sessions at once in verifiers' boxes; returns each one's play, or fault. `limit_s` is that of a
     command."""
-    settings = {"containers": ENGINE, "call_timeout_s": 120.0}
+    settings = {"containers": ENGINE, "call_timeout_s": CALL_TIMEOUT_S}
     options = f"{OPTIONS} --env.agent.harness.command-timeout-s {limit_s}"
     async with agent_player(f"{PLAY} {options}", LENGTH, **settings) as player:
         return await play_at_once(player, "shell", sessions)
@@ -83,6 +104,7 @@ async def play_verifiers(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -
 async def play_agentbox(*sessions: Session, limit_s: int = COMMAND_TIMEOUT_S) -> list[Any]:
     """The same in agentbox's boxes."""
     environment = {"use": f"{EXAMPLE / 'agentbox_env.py'}:Env", "containers": "docker", "attempts": 1}
+    environment["call_timeout_s"] = CALL_TIMEOUT_S
     config = run_config("m", model={"max_model_len": LENGTH}, rollout={"environment": environment})
     player = EnvironmentPlayer(config, CHAT.decode, lambda: CHAT)
     try:
@@ -96,9 +118,13 @@ async def play_at_once(
     player: Player, tool: str, sessions: Sequence[Session], **arguments: float
 ) -> list[Any]:
     plays = []
+    barrier = asyncio.Barrier(len(sessions))
     for number, (task, *commands) in enumerate(sessions):
-        calls = [call_line(tool, command=command, **arguments) for command in commands]
-        model = ScriptedModel(*calls, "done")
+        lines = [
+            command if command == MEET else call_line(tool, command=command, **arguments)
+            for command in commands
+        ]
+        model = MeetingModel(*lines, "done", barrier=barrier)
         ticket = ticket_of(task, task=NAMES.index(task.name))
         name = replace(SESSION, index=number)
         plays.append(player.play(ticket, f"s{number}", Recording(model.ask, session=name)))
@@ -273,10 +299,10 @@ async def test_a_box_of_agentbox_reaches_no_address() -> None:
 
 
 async def test_each_container_of_agentbox_has_the_name_of_its_session() -> None:
-    begun = int(time.time())
+    begun = f"{time.time():.6f}"  # not of the whole second: boxes of the test before were made in it
     await play_agentbox((TASKS["csv-join"],))
     label = '{{index .Actor.Attributes "tidemill.session"}}'
-    events = ["docker", "events", "--since", str(begun), "--until", str(int(time.time()) + 1)]
+    events = ["docker", "events", "--since", begun, "--until", str(int(time.time()) + 1)]
     asked = [*events, "--filter", "event=create", "--format", label]
     ended = await asyncio.to_thread(subprocess.run, asked, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines() == [str(replace(SESSION, number=1))]
@@ -362,34 +388,50 @@ async def test_an_engine_that_is_killed_makes_faults_and_nothing_is_left(
         assert reward_of(again) == 1.0
 
 
+FILL = """
+fill() { dd if=/dev/zero of=/app/filled bs=$1 oflag=append conv=notrunc$2; }
+fill 1M
+# A few blocks are left, or become free: enough for a small file.
+while [ -e /app/filled ]; do fill 4k ,nocreat; sleep 0.2; done > /dev/null 2>&1 < /dev/null &
+sleep 4
+"""
+WAIT = "while head -c 4096 /dev/zero > /app/tried; do sleep 0.5; done; rm /app/tried; sleep 2"
+"""Until a block cannot be written: a box may use what `df` says is not available, root's reserve."""
+FREE = "rm /app/filled; until [ $(df --output=avail -k /app | tail -1) -gt 200000 ]; do sleep 0.2; done"
+
+
 @BOTH
 async def test_an_agent_that_fills_the_disk_makes_no_zero_of_another_session(
     play: Play, bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The neighbour's solution fails for want of room, and then its test runs where there is room again."""
     task = TASKS["csv-join"]
-    fill = "dd if=/dev/zero of=/app/filled bs=1M; sleep 3; touch /app/full; sleep 15.5"
+    filler, neighbour = (task, FILL, MEET, FREE, MEET), (task, WAIT, task.solution, MEET, MEET)
     with small_disk(1500 << 20) as folder, another_engine(folder, bridge, monkeypatch):
-        for outcome in await play((task, fill), (task, "sleep 8", task.solution)):
+        for outcome in await play(filler, neighbour, limit_s=FILL_TIMEOUT_S):
             assert isinstance(outcome, EnvironmentFaultError), outcome
+            assert "the disk of the containers was full" in str(outcome)
         (again,) = await play((task, task.solution))
         assert reward_of(again) == 1.0
 
 
 @contextlib.contextmanager
 def small_disk(num_bytes: int) -> Iterator[Path]:
-    """A folder with a disk of its own."""
+    """A folder of an engine, whose data are on a disk of their own, as with /run/docker beside it."""
     with tempfile.TemporaryDirectory() as parent:
         image = Path(parent) / "image"
         with image.open("wb") as file:
             file.truncate(num_bytes)
         subprocess.run(["mkfs.ext4", "-q", image], check=True)
         folder = Path(parent) / "disk"
-        folder.mkdir()
-        subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+        data = folder / "data"
+        data.mkdir(parents=True)
+        subprocess.run(["mount", "-o", "loop", image, data], check=True)
         try:
             yield folder
         finally:
-            subprocess.run(["umount", "-l", folder], check=True)
+            if data.is_mount():  # an engine's stop leaves nothing mounted below its folder
+                subprocess.run(["umount", "-l", data], check=True)
 
 
 @pytest.mark.parametrize("way", ["verifiers", "agentbox"])
