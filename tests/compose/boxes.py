@@ -406,7 +406,8 @@ async def test_an_agent_that_fills_the_disk_makes_no_zero_of_another_session(
 ) -> None:
     """The neighbour's solution fails for want of room, and then its test runs where there is room again."""
     task = TASKS["csv-join"]
-    filler, neighbour = (task, FILL, MEET, FREE, MEET), (task, WAIT, task.solution, MEET, MEET)
+    filler = (task, FILL, MEET, FREE, MEET)
+    neighbour = (task, WAIT, task.solution, MEET, MEET)
     with small_disk(1500 << 20) as folder, another_engine(folder, bridge, monkeypatch):
         for outcome in await play(filler, neighbour, limit_s=FILL_TIMEOUT_S):
             assert isinstance(outcome, EnvironmentFaultError), outcome
