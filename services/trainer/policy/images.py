@@ -100,7 +100,9 @@ class Images(PolicyOption):
         self._cached: OrderedDict[str, Pixels] = OrderedDict()
         self._cached_bytes = 0
         self._files: dict[str, bytes] = {}
-        """Pictures of the passes that ranks have met for, by digest."""
+        """Pictures of the passes that ranks have met for, by digest; but for those of `_kept`."""
+        self._kept: set[str] = set()
+        """Pictures of these passes whose pixels were there before."""
         # A layer is gathered from all ranks, so all have to call it: also those whose tile has no picture.
         is_shared = settings.trainer.num_ranks > 1
         self._unused = self._processor.blank() if is_shared else None
@@ -122,8 +124,11 @@ class Images(PolicyOption):
 
     def fetch(self, plan: Sequence[Tile]) -> None:
         pictures = {image.digest: image for tile in plan for row in tile.rows for image in row.images}
+        # Their pixels stay until the next plan: were they evicted for those of an earlier tile, they would be
+        # read within a pass, in which other ranks wait.
+        self._kept = pictures.keys() & self._cached.keys()
         self._files = {
-            digest: self._read(image) for digest, image in pictures.items() if digest not in self._cached
+            digest: self._read(image) for digest, image in pictures.items() if digest not in self._kept
         }
 
     def complete_tile(self, tile: Tile) -> Tile:
@@ -136,7 +141,7 @@ class Images(PolicyOption):
             # Features that no token stands for: no number changes, and gradients of 0 reach the tower.
             no_feature_T = torch.full((tile.ids_BT.numel(),), -1)
             return replace(tile, computed=TilePictures(self._unused, no_feature_T))
-        pixels = [self._pixels_of(image) for image in pictures.values()]
+        pixels = {digest: self._pixels_of(image) for digest, image in pictures.items()}
         starts: dict[str, int] = {}
         num_features = 0
         for digest, image in pictures.items():
@@ -153,12 +158,12 @@ class Images(PolicyOption):
             "samples with other placeholders were left out as they arrived"
         )
         joined: Pixels = {}
-        for name in pixels[0]:
-            joined[name] = torch.cat([of_picture[name] for of_picture in pixels])
+        for name in next(iter(pixels.values())):
+            joined[name] = torch.cat([of_picture[name] for of_picture in pixels.values()])
         computed = TilePictures(joined, torch.from_numpy(feature_of))
         kwargs = tile.model_kwargs
         if self._processor.family.has_grid_positions:
-            kwargs = kwargs | {"position_ids": self._positions(tile)}
+            kwargs = kwargs | {"position_ids": self._positions(tile, pixels)}
         return replace(tile, model_kwargs=kwargs, computed=computed)
 
     def sums_of(self, tile: Tile) -> TileSums:
@@ -173,7 +178,7 @@ class Images(PolicyOption):
             name: torch.tensor(number, dtype=torch.float64, device=device) for name, number in numbers.items()
         }
 
-    def _positions(self, tile: Tile) -> Tensor:
+    def _positions(self, tile: Tile, pixels: Mapping[str, Pixels]) -> Tensor:
         """Positions of each token in its text, and its three of a grid. Shape [4, B, T]: with fewer rows some
         models read pictures as text, without an error."""
         text_BT = tile.model_kwargs.get("position_ids")
@@ -184,15 +189,15 @@ class Images(PolicyOption):
         positions = np.repeat(text_BT.flatten().numpy()[None], 4, axis=0)
         for row, places in zip(tile.rows, tile.places, strict=True):
             if row.images:
-                positions[1:, places] = self._grid_positions(row)
+                positions[1:, places] = self._grid_positions(row, pixels)
         return torch.from_numpy(positions).view(4, *tile.ids_BT.shape)
 
-    def _grid_positions(self, row: Row) -> Indices:
+    def _grid_positions(self, row: Row, pixels: Mapping[str, Pixels]) -> Indices:
         """The model's own positions of one row's tokens: time, height and width. Shape [3, L]."""
         types_L = np.zeros(len(row), dtype=np.int64)
         for image in row.images:
             types_L[image.first : image.end] = 1
-        grids = torch.cat([self._pixels_of(image)["image_grid_thw"] for image in row.images])
+        grids = torch.cat([pixels[image.digest]["image_grid_thw"] for image in row.images])
         body: Any = body_of(self._model)
         positions, _ = body.get_rope_index(
             input_ids=torch.from_numpy(row.ids.astype(np.int64))[None],
@@ -215,9 +220,12 @@ class Images(PolicyOption):
             pixels = self._processor.pixels([png])
             self._cached_bytes += _num_bytes(pixels)
         self._cached[image.digest] = pixels
-        while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
-            _, oldest = self._cached.popitem(last=False)
-            self._cached_bytes -= _num_bytes(oldest)
+        # The oldest first, and never that of this call.
+        for digest in [*self._cached][:-1]:
+            if self._cached_bytes <= CACHED_BYTES:
+                break
+            if digest not in self._kept:
+                self._cached_bytes -= _num_bytes(self._cached.pop(digest))
         return pixels
 
     def _read(self, image: Image) -> bytes:

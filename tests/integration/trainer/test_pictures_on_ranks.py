@@ -24,9 +24,9 @@ from tidemill.common.wire.images import Image
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.policy import images
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.images import Images
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.tile import Tile
@@ -210,7 +210,7 @@ def test_ranks_that_rank_0_starts_train_write_and_continue_as_one_does(tmp_path)
 def reads_in_passes(ranks: Ranks, maker: PictureMaker) -> int:
     """How often a rank reads from the store while it makes the passes that others wait in."""
     policy = maker.policy(ranks=ranks)
-    pictures = next(option for option in policy.options if isinstance(option, Images))
+    pictures = next(option for option in policy.options if isinstance(option, images.Images))
     num_reads = [0]
     read = pictures._read
 
@@ -227,8 +227,14 @@ def reads_in_passes(ranks: Ranks, maker: PictureMaker) -> int:
         return sums
 
     policy._accumulate = watched
-    for batch in batches_of(maker):
+    batches = batches_of(maker)
+    for batch in batches:
         policy.accumulate(batch)
+    # Also where pixels of the last plan are evicted for those of this one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "CACHED_BYTES", 0)
+        for batch in [*batches, *reversed(batches)]:
+            policy.accumulate(batch)
     return sum(unpack(packed) for packed in ranks.gather(pack(num_reads[0])))
 
 

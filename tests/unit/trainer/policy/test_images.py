@@ -14,6 +14,7 @@ from tests.support.models import (
     gradients_of,
     load_state,
     one_batch,
+    option_of,
     save_state,
     train,
 )
@@ -300,6 +301,27 @@ def test_pixels_that_are_not_kept_are_read_again(
     for key, logprobs in first.items():
         np.testing.assert_array_equal(kept[key], logprobs)
         np.testing.assert_array_equal(not_kept[key], logprobs)
+
+
+def test_pixels_that_a_plan_needs_stay_until_the_next_plan(
+    maker: PictureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks fetch before they meet for a plan's passes: within these, others would wait for what is read."""
+    monkeypatch.setattr(images, "CACHED_BYTES", 0)
+    policy = maker.policy()
+    pictures = option_of(policy, images.Images)
+    (first,), (last,) = (policy._plan([maker.sample((n, 0), [png_of(n)], seed=n)]) for n in (11, 12))
+    policy._lay_out(last)
+    pictures.fetch([first, last])
+    digests = note_reads(monkeypatch)
+    for tile in (first, last, first):
+        policy._lay_out(tile)
+    assert not digests
+    pictures.fetch([first])
+    digests.clear()
+    for tile in (first, last):
+        policy._lay_out(tile)
+    assert digests == [last.rows[0].images[0].digest]
 
 
 def test_a_store_that_is_away_is_waited_for_and_one_that_refuses_the_keys_is_not(
