@@ -72,8 +72,8 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                 ids = sample.rows[number][: sources[-1] + 1]
                 kept = sample.kept and sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                # Those after the last scored token are cut off with it; none is cut in its middle, for the
-                # token that is scored last, and what predicts it, are no part of one.
+                # The row ends before the last scored token, and with it go later pictures. None is cut in its
+                # middle, for that token is no part of one.
                 images = tuple(image for image in images_of(sample.images, number) if image.first < len(ids))
                 rows.append(Row(i, ids, sources, targets, places, kept, routes, images))
             start = end
