@@ -34,6 +34,6 @@ def test_in_bfloat16_ranks_round_where_one_does(maker, tmp_path):
     one_rank = in_dtype(None, maker, torch.bfloat16)
     exact = in_dtype(None, maker, torch.float32)
     for mine, of_one, true, allowed in zip(of_two, one_rank, exact, (0.05, 0.4), strict=True):
-        # Gradients are rounded in each pass, and passes have other samples: 0.13 of the rounding. Were the inputs
-        # of layers rounded too, it would be 0.9 and more of that of logprobs, 0.55 and more of gradients.
+        # Gradients are rounded in each pass, and passes have other samples: that makes 0.11 to 0.13. Were the
+        # inputs of layers rounded too, it would be 0.9 and more for logprobs, 0.55 and more for gradients.
         assert (mine - of_one).norm() < allowed * (of_one - true).norm()
