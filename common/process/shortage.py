@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 NO_THREAD = "can't start new thread"
 """The text of the RuntimeError that Python raises for EAGAIN."""
 NOT_MAPPED = "failed to map segment from shared object"
-"""The text of the ImportError for ENOMEM, in which the loader of libraries leaves the number's own text out."""
+"""The text of the ImportError for ENOMEM, in which the loader of libraries leaves out why."""
 SHORT_OF = {
     errno.EAGAIN: "processes or threads",
     errno.EMFILE: "file descriptors of this process",

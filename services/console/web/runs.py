@@ -18,7 +18,14 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
 from tidemill.common.images.store import ImageStore
-from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, folder_with_pictures, read_records
+from tidemill.common.run.state import (
+    CONFIG_FILE,
+    FINISHED,
+    METRICS_FILE,
+    RUNNING,
+    folder_with_pictures,
+    read_records,
+)
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
 from tidemill.services.console.run.end import LOST, RunEnd, read_end

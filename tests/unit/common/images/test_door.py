@@ -26,14 +26,7 @@ CONFIG = ImagesConfig()
 
 
 def image_of(stored: StoredPicture) -> Image:
-    return Image(
-        digest=stored.digest,
-        num_bytes=stored.num_bytes,
-        width=stored.width,
-        height=stored.height,
-        first=0,
-        num_tokens=1,
-    )
+    return stored.at(0, num_tokens=1)
 
 
 def open_door(folder: Path, config: ImagesConfig = CONFIG) -> ImageDoor:
