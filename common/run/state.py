@@ -125,7 +125,7 @@ PICTURES_OF = "pictures_of"
 
 
 def folder_with_pictures(run_dir: Path, state: Mapping[str, Any]) -> Path:
-    """The folder of the run that has the pictures of the run in `run_dir`: by its state another, or its own."""
+    """The folder of the run whose pictures the run in `run_dir` uses: its own, unless its state names another."""
     return run_dir.parent / state.get(PICTURES_OF, run_dir.name)
 
 
