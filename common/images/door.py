@@ -22,6 +22,7 @@ from tidemill.common.images.fetching import fetch
 from tidemill.common.images.pictures import FORM, is_shortage, make_picture
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
+from tidemill.common.wire.images import Image
 
 NOTES_FILE = "sources.jsonl"
 """Beside the pictures: what was made of which source, one JSON object a line."""
@@ -54,6 +55,17 @@ class StoredPicture:
     width: int = 0
     height: int = 0
     fault: str = ""
+
+    def at(self, first: int, num_tokens: int) -> Image:
+        """The picture at its place among the tokens of a prompt."""
+        return Image(
+            digest=self.digest,
+            num_bytes=self.num_bytes,
+            width=self.width,
+            height=self.height,
+            first=first,
+            num_tokens=num_tokens,
+        )
 
 
 class ImageDoor:

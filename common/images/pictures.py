@@ -5,10 +5,14 @@ under an alpha channel, whether an orientation tag counts, what 16 bits mean (do
 plainly one still picture is refused with a reason.
 """
 
+import contextlib
 import errno
+import importlib
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Condition
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
@@ -37,8 +41,21 @@ SUFFIXES = {
 }
 PHONE_FORMAT = "MPO"
 """A JPEG file with further pictures behind the first one, such as previews; the first one counts."""
+READERS = (
+    "_webp",
+    "PngImagePlugin",
+    "JpegImagePlugin",
+    "MpoImagePlugin",
+    "WebPImagePlugin",
+    "GifImagePlugin",
+    "BmpImagePlugin",
+    "TiffImagePlugin",
+)
+"""PIL's modules for `FORMATS`; each after those that it uses."""
 MAX_SOURCE_PIXELS = 1 << 26
-"""Most pixels of a picture before it is reduced: 192 MiB in memory."""
+"""Most pixels of a picture before it is reduced: 192 MiB in memory, and with PIL's copies about 1 GiB."""
+MAX_PIXELS_AT_ONCE = 2 * MAX_SOURCE_PIXELS
+"""Most pixels of all pictures that threads of a process decode at the same time."""
 MAX_ASPECT = 200
 """Longest side over shortest: Qwen's processor refuses more."""
 DEEP_MODES = ("I", "F")
@@ -60,6 +77,31 @@ class Picture:
     height: int
 
 
+class PixelBudget:
+    """Bounds the pixels that threads decode at the same time, and so their memory."""
+
+    def __init__(self, num_pixels: int) -> None:
+        self._num_free = num_pixels
+        self._changed = Condition()
+
+    @contextlib.contextmanager
+    def holding(self, num_pixels: int) -> Iterator[None]:
+        """Waits until so many pixels are free, which must not be more than there are at all."""
+        with self._changed:
+            self._changed.wait_for(lambda: num_pixels <= self._num_free)
+            self._num_free -= num_pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_free += num_pixels
+                self._changed.notify_all()
+
+
+_BUDGET = PixelBudget(MAX_PIXELS_AT_ONCE)
+"""Of the whole process, as its memory is."""
+
+
 def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
     """A picture of a file's content.
 
@@ -72,32 +114,33 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         BrokenImageError: it is empty, damaged, of another format than its label, animated, too large, too
             narrow, or has more than 8 bits a channel.
         ConfigError: pillow is not installed.
-        OSError, MemoryError: this machine is short of something (`is_shortage`).
+        OSError, MemoryError, ImportError: this machine is short of something (`is_shortage`).
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError:
+    except ModuleNotFoundError:
         raise ConfigError(
             "pictures need the package pillow, which is not installed here: pip install pillow"
         ) from None
     if not content:
         raise BrokenImageError("it is empty")
+    _import_readers()
     try:
         source = Image.open(io.BytesIO(content), formats=FORMATS)
         _check_header(source, label)
-        source.load()
-        upright = ImageOps.exif_transpose(source)
-        picture = _reduced(_to_rgb(upright), max_pixels)
-        # Only the pixels: PIL would write colour profiles and other data that came with them.
-        picture.info = {}
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG", compress_level=COMPRESS_LEVEL)
+        with _BUDGET.holding(source.width * source.height):
+            source.load()
+            upright = ImageOps.exif_transpose(source)
+            picture = _reduced(_to_rgb(upright), max_pixels)
+            # Only the pixels: PIL would write colour profiles and other data that came with them.
+            picture.info = {}
+            buffer = io.BytesIO()
+            picture.save(buffer, "PNG", compress_level=COMPRESS_LEVEL)
     except BrokenImageError:
         raise
     except Image.DecompressionBombError:
         raise BrokenImageError(_too_large("far more")) from None
     except Exception as error:  # PIL's readers raise many kinds for damaged bytes
-        # Such as of a reader of PIL that is imported now, without a descriptor for its file.
         if is_shortage(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -109,7 +152,19 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
 
 def is_shortage(error: Exception) -> bool:
     """Whether an exception of `make_picture` says that the machine is short of something."""
-    return isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES
+    # An ImportError is of a library that is installed and cannot be opened or mapped now.
+    is_of_machine = isinstance(error, MemoryError | ImportError)
+    return is_of_machine or getattr(error, "errno", None) in SHORTAGES
+
+
+def _import_readers() -> None:
+    """Import PIL's readers. Raises OSError, ImportError: one of them cannot be imported now."""
+    # PIL itself goes on without a reader that could not be imported, until the process ends: after a
+    # shortage of descriptors or memory it would refuse sound pictures for ever.
+    for name in READERS:
+        # A PIL may have been built without WebP; such a picture is refused, with PIL's reason.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"PIL.{name}")
 
 
 def _check_header(source: Any, label: str) -> None:

@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 NO_THREAD = "can't start new thread"
 """The text of the RuntimeError that Python raises for EAGAIN."""
+NOT_MAPPED = "failed to map segment from shared object"
+"""The text of the ImportError for ENOMEM, in which the loader of libraries leaves out why."""
 SHORT_OF = {
     errno.EAGAIN: "processes or threads",
     errno.EMFILE: "file descriptors of this process",
@@ -77,7 +79,7 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
     if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error):
         return errno.ENOMEM
     if isinstance(error, ImportError):  # of a library that cannot be opened or mapped
-        number = number_in_text(str(error))
+        number = number_in_text(str(error)) or (errno.ENOMEM if NOT_MAPPED in str(error) else 0)
         if number:
             return number
     if not depth:  # a chain may be a ring

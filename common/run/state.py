@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,13 @@ async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
 
 PICTURES_OF = "pictures_of"
 """Field of the state of a run that scores another one's history: the run that has the pictures."""
+
+
+def folder_with_pictures(run_dir: Path, state: Mapping[str, Any]) -> Path:
+    """The folder of the run whose pictures the run in `run_dir` uses: its own, or another by its state."""
+    return run_dir.parent / state.get(PICTURES_OF, run_dir.name)
+
+
 CONFIG_FILE = "config.yaml"
 """File in a run's folder: its resolved config, as in Redis."""
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"

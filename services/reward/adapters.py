@@ -304,7 +304,7 @@ def _identity_of(picture: Any) -> Any:
         return picture
     if isinstance(picture, dict):
         return picture["bytes"], picture["path"]
-    palette = picture.getpalette() if picture.mode == "P" else None
+    palette = picture.getpalette(rawmode=None)  # with its alpha, if it has any; None without a palette
     digest = hashlib.blake2b(picture.tobytes(), digest_size=16).digest()
     return picture.mode, picture.size, str(palette), str(picture.info.get("transparency")), digest
 

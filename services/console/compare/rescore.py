@@ -24,7 +24,7 @@ from tidemill.common.history import Selection, StreamName
 from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.state import PICTURES_OF
+from tidemill.common.run.state import PICTURES_OF, folder_with_pictures, read_state
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
@@ -62,10 +62,12 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
     async with open_history(options.run_id, options.runs_dir) as source:
         folder = _sandbox_folder(options, source.folder)
         config = _sandbox_config(options, source, folder.run_id)
+        # Not always the source's own: it may be a sandbox, which scored another run's history.
+        run_with_pictures = folder_with_pictures(source.folder.path, await _state_of(source))
         # One entry is looked for before anything is started: an empty selection costs no sandbox.
         async for entry in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
             if isinstance(entry, Entry) and isinstance(entry.message, Trajectory) and entry.message.images:
-                _check_pictures(source.folder, config)
+                _check_pictures(run_with_pictures, config)
             break
         else:
             raise ConfigError(
@@ -73,7 +75,7 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
                 f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
             )
         sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
-        state = {"kind": "rescore", "source": source.run_id, PICTURES_OF: source.run_id}
+        state = {"kind": "rescore", "source": source.run_id, PICTURES_OF: run_with_pictures.name}
         async with sandbox.running(**state) as broker:
             emission = Emission(broker, sandbox.keys, source.history, selection, lane, options.keeps_pace)
             log_to_file(folder.logs / "console.log")
@@ -113,12 +115,18 @@ def _sandbox_folder(options: RescoreOptions, source: RunFolder) -> RunFolder:
     raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
 
 
-def _check_pictures(folder: RunFolder, config: RunConfig) -> None:
+async def _state_of(run: RunAccess) -> dict[str, Any]:
+    """The run's state; empty where only its archive is left."""
+    history = run.history
+    return {} if history.broker is None else await read_state(history.broker, history.keys)
+
+
+def _check_pictures(run_dir: Path, config: RunConfig) -> None:
     """Raises ConfigError: the run's pictures are not where it had them, and workers would wait for them."""
-    pictures = folder.path / IMAGES_FOLDER
+    pictures = run_dir / IMAGES_FOLDER
     if not config.streams.claim_check_url and not pictures.is_dir():
         raise ConfigError(
-            f"the pictures of run {folder.run_id} are not in {pictures}: put them back there, from the run's "
+            f"the pictures of run {run_dir.name} are not in {pictures}: put them back there, from the run's "
             "machine or its copy."
         )
 

@@ -156,17 +156,7 @@ def store_pictures(
         if faults:
             stored.append(StoredPictures(fault=f"{PICTURES_FAULT}{faults[0]}"))
             continue
-        images = [
-            Image(
-                digest=picture.digest,
-                num_bytes=picture.num_bytes,
-                width=picture.width,
-                height=picture.height,
-                first=number,
-                num_tokens=1,
-            )
-            for number, picture in enumerate(pictures)
-        ]
+        images = [picture.at(number, num_tokens=1) for number, picture in enumerate(pictures)]
         stored.append(StoredPictures(tuple(images)))
     return stored
 

@@ -18,7 +18,14 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
 from tidemill.common.images.store import ImageStore
-from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, read_records
+from tidemill.common.run.state import (
+    CONFIG_FILE,
+    FINISHED,
+    METRICS_FILE,
+    RUNNING,
+    folder_with_pictures,
+    read_records,
+)
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
 from tidemill.services.console.run.end import LOST, RunEnd, read_end
@@ -148,7 +155,9 @@ class WatchedRun:
                 raise ConfigError(
                     f"the config of run {self.run_id} cannot be read, which says where its pictures are."
                 )
-            self._pictures = ImageStore(self.folder.path, self.config.streams.claim_check_url)
+            state = self.snapshot.state if self.snapshot else {}
+            run_dir = folder_with_pictures(self.folder.path, state)
+            self._pictures = ImageStore(run_dir, self.config.streams.claim_check_url)
         return self._pictures
 
     async def close(self) -> None:

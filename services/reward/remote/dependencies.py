@@ -14,7 +14,7 @@ from tidemill.common.process.heartbeats import Reporter
 from tidemill.common.process.replicas import read_replicas
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import PICTURES_OF, read_state
+from tidemill.common.run.state import folder_with_pictures, read_state
 from tidemill.common.wire.keys import Keys
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ class RewardDependencies:
         from tidemill.common.images.store import ImageStore
         from tidemill.services.reward.pictures import PictureReader
 
-        state = await read_state(self.broker, self.keys)
-        run_dir = context.run_dir
-        if PICTURES_OF in state:
-            run_dir = run_dir.parent / state[PICTURES_OF]
+        run_dir = folder_with_pictures(context.run_dir, await read_state(self.broker, self.keys))
         store = ImageStore(run_dir, self.config.streams.claim_check_url)
         self.pictures = PictureReader(store, context.fail)
 

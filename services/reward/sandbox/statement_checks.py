@@ -175,6 +175,7 @@ def _is_test_class(node: ast.ClassDef) -> bool:
 
 
 def _is_skipped(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a test of the task carries a mark of pytest or unittest by which it may not run."""
     return any("skip" in ast.unparse(each) or "xfail" in ast.unparse(each) for each in node.decorator_list)
 
 

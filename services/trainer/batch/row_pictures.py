@@ -105,18 +105,7 @@ class RowPictures:
             expanded, spans = self._processor.expand_sizes(ids, sizes)
         except ValueError as error:
             raise BrokenImageError(str(error)) from None
-        images = []
-        for picture, (first, num_tokens) in zip(pictures, spans, strict=True):
-            images.append(
-                Image(
-                    digest=picture.digest,
-                    num_bytes=picture.num_bytes,
-                    width=picture.width,
-                    height=picture.height,
-                    first=first,
-                    num_tokens=num_tokens,
-                )
-            )
+        images = [picture.at(*span) for picture, span in zip(pictures, spans, strict=True)]
         return expanded, tuple(images)
 
     def report(self, broken: Sequence[Broken], num_left: int) -> None:

@@ -41,7 +41,7 @@ from tidemill.common.images.store import ImageStore
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.state import publish_config, update_state
+from tidemill.common.run.state import PICTURES_OF, publish_config, update_state
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import RUNS, Keys
 from tidemill.common.wire.messages import Ticket
@@ -225,6 +225,17 @@ async def test_pictures_stand_beside_the_tokens_of_their_prompt(site, broker, ke
     store.folder.rename(tmp_path / "away")
     answer = await site.get(f"/groups/6/pictures/{first.digest}.png")
     assert answer.status_code == 503 and "cannot be read now" in answer.text
+
+
+async def test_pictures_of_a_history_that_was_scored_again_are_those_of_its_run(site, broker, keys, tmp_path):
+    png = file_of(noise(56, 40))
+    (tmp_path / "first").mkdir()
+    ticket = seeing_question(6, ImageStore(tmp_path / "first"), png)
+    await append_numbered(broker, keys.prompts(), [(6, ticket)])
+    await update_state(broker, keys, **{PICTURES_OF: "first"})
+    address = f"/groups/6/pictures/{ticket.images[0].digest}.png"
+    await shows(site, "/groups/6", f'src="/run/{keys.run_id}{address}"')
+    assert (await site.get(address)).content == png
 
 
 async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(site, broker, keys, tmp_path):

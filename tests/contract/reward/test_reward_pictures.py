@@ -111,29 +111,26 @@ async def test_a_function_gets_the_pictures_of_its_sample_if_it_names_them(
     assert [score.value for score in published] == [RED_VALUE, GREEN_VALUE, GREEN_VALUE]
 
 
+@pytest.fixture
+async def two_and_none(broker: Broker, keys: Keys, store: ImageStore) -> None:
+    """A trajectory whose prompt has two pictures, and one whose prompt has none."""
+    of_two = seen_trajectory(store, [RED, BLUE], ticket=0)
+    await append(broker, keys.trajectories(), of_two, seen_trajectory(store, [], ticket=1))
+
+
+@pytest.mark.usefixtures("two_and_none")
 async def test_several_pictures_come_in_their_order_and_none_where_a_prompt_has_none(
-    broker: Broker, keys: Keys, tmp_path: Path, store: ImageStore, reward: str
+    broker: Broker, keys: Keys, tmp_path: Path, reward: str
 ) -> None:
-    await append(
-        broker,
-        keys.trajectories(),
-        seen_trajectory(store, [RED, BLUE], ticket=0),
-        seen_trajectory(store, [], ticket=1),
-    )
     async with worker(broker, keys, run_dir=tmp_path, images={}, function=reward + "verl"):
         published = await scores(broker, keys, 2)
     assert [score.value for score in published] == [RED_VALUE + BLUE_VALUE, 0.0]
 
 
+@pytest.mark.usefixtures("two_and_none")
 async def test_a_function_that_takes_one_picture_gets_none_of_several(
-    broker: Broker, keys: Keys, tmp_path: Path, store: ImageStore, reward: str
+    broker: Broker, keys: Keys, tmp_path: Path, reward: str
 ) -> None:
-    await append(
-        broker,
-        keys.trajectories(),
-        seen_trajectory(store, [RED, BLUE], ticket=0),
-        seen_trajectory(store, [], ticket=1),
-    )
     async with worker(broker, keys, run_dir=tmp_path, images={}, function=reward + "trl_column"):
         of_two, of_none = await scores(broker, keys, 2)
     assert of_two.status is ScoreStatus.FAILED

@@ -53,9 +53,13 @@ def test_a_function_that_sees_scores_the_history_of_a_run_with_pictures(seen: Pa
     assert done.returncode == 0, done.stderr
     sandbox = json.loads(done.stdout)["sandbox"]
     assert not (seen / sandbox / IMAGES_FOLDER).exists(), "they are read where the run has them"
-    for ticket, value in ((0, 255.0), (1, 0.0)):
-        output = tidemill(seen, "streams", "show", "scores", f"{ticket}.2", "--run", sandbox, "--json")
-        assert f'"value": {value}' in output.stdout, output.stdout + output.stderr
+    # A sandbox has no pictures itself, and its history can be scored again too.
+    again = tidemill(seen, "rescore", sandbox, "--reward", f"{seen / 'seeing.py'}:redness", "--json")
+    assert again.returncode == 0, again.stderr
+    for run in (sandbox, json.loads(again.stdout)["sandbox"]):
+        for ticket, value in ((0, 255.0), (1, 0.0)):
+            output = tidemill(seen, "streams", "show", "scores", f"{ticket}.2", "--run", run, "--json")
+            assert f'"value": {value}' in output.stdout, output.stdout + output.stderr
 
 
 def test_pictures_that_are_not_there_are_named_before_anything_starts(seen: Path) -> None:

@@ -160,6 +160,34 @@ async def test_combined_rewards_of_a_wrong_number_are_an_error() -> None:
             adapters.combine_rewards(*functions, weights=weights)
 
 
+@pytest.mark.parametrize(
+    ("mode", "index", "palette_mode", "alpha"),
+    [("P", 0, "RGB", ()), ("PA", (0, 255), "RGB", ()), ("P", 0, "RGBA", (255, 0))],
+)
+def test_pictures_that_only_their_palette_tells_apart_are_both_sent(
+    mode: str, index: Any, palette_mode: str, alpha: tuple[int, ...]
+) -> None:
+    red = (255, 0, 0)
+    blue = (0, 0, 255)
+    colours = [(*red, each) for each in alpha] if alpha else [red, blue]
+    pictures = []
+    for colour in colours:
+        picture = PilImage.new(mode, (4, 3), index)
+        picture.putpalette(colour, palette_mode)
+        pictures.append(picture)
+    images = adapters._Images()
+    assert images.take("Which?", {"images": [*pictures, pictures[0].copy()]}) == ("Which?", [0, 1, 0])
+    first, second = [_pixel_of(url) for url in images.urls]
+    assert first == red
+    assert second == ((255, 255, 255) if alpha else blue)
+
+
+def _pixel_of(url: str) -> Any:
+    source = parse_source(url, Path())
+    assert source.content is not None and not source.fault
+    return PilImage.open(io.BytesIO(make_picture(source.content, 1000).png)).getpixel((0, 0))
+
+
 def test_equal_pictures_are_sent_once_and_other_columns_stay_as_they_are() -> None:
     red = PilImage.new("RGB", (4, 3), (255, 0, 0))
     blue = PilImage.new("CMYK", (4, 3), (255, 255, 0, 0))  # a mode that PNG does not have
@@ -175,7 +203,4 @@ def test_equal_pictures_are_sent_once_and_other_columns_stay_as_they_are() -> No
     assert parts[0]["image"] == red, "the trainer's own messages stay as they are"
     assert len(images.urls) == 2
     for url, colour in zip(images.urls, ("red", "blue"), strict=True):
-        source = parse_source(url, Path())
-        assert source.content is not None and not source.fault
-        opened = PilImage.open(io.BytesIO(make_picture(source.content, 1000).png))
-        assert opened.getpixel((0, 0)) == {"red": (255, 0, 0), "blue": (0, 0, 255)}[colour]
+        assert _pixel_of(url) == {"red": (255, 0, 0), "blue": (0, 0, 255)}[colour]

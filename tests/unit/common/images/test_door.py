@@ -26,14 +26,7 @@ CONFIG = ImagesConfig()
 
 
 def image_of(stored: StoredPicture) -> Image:
-    return Image(
-        digest=stored.digest,
-        num_bytes=stored.num_bytes,
-        width=stored.width,
-        height=stored.height,
-        first=0,
-        num_tokens=1,
-    )
+    return stored.at(0, num_tokens=1)
 
 
 def open_door(folder: Path, config: ImagesConfig = CONFIG) -> ImageDoor:
@@ -230,7 +223,14 @@ def test_a_store_that_takes_nothing_ends_the_call_and_blames_no_row(tmp_path):
         open_door(tmp_path).take([ImageSource(content=file_of(noise(8, 8)))])
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        MemoryError(),
+        ImportError("libwebp.so: failed to map segment from shared object"),
+    ],
+)
 def test_a_shortage_of_the_machine_ends_the_call_and_blames_no_row(tmp_path, monkeypatch, error):
     def refuse(*_: Any, **__: Any) -> None:
         raise error

@@ -3,7 +3,11 @@
 import errno
 import io
 import struct
+import subprocess
+import sys
 import zlib
+from textwrap import dedent
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,9 +16,31 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from tests.support.vision import file_of, noise
 from tidemill.common.errors import BrokenImageError
-from tidemill.common.images.pictures import MAX_SOURCE_PIXELS, make_picture
+from tidemill.common.images import pictures as module
+from tidemill.common.images.pictures import MAX_SOURCE_PIXELS, PixelBudget, make_picture
 
 LARGE = 1 << 20
+SHORT_OF_MEMORY = dedent("""
+    import contextlib, importlib, resource, sys
+    from pathlib import Path
+    from PIL import Image
+    from tidemill.common.images.pictures import is_shortage, make_picture
+
+    for name in Image._plugins:
+        if name != "WebPImagePlugin":
+            with contextlib.suppress(ModuleNotFoundError):  # of packages that a format needs
+                importlib.import_module(f"PIL.{name}")
+    content = Path(sys.argv[1]).read_bytes()
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = num_pages * resource.getpagesize() + (200 << 10)  # no library of 1 MB can be mapped
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        make_picture(content, 1000)
+    except Exception as error:
+        print(is_shortage(error), error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(make_picture(content, 1000).width)
+""")
 
 
 def pixels_of(png: bytes) -> np.ndarray[Any, Any]:
@@ -187,3 +213,35 @@ def test_a_shortage_of_the_machine_says_nothing_about_the_picture(monkeypatch):
     monkeypatch.setattr(Image, "open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         make_picture(content, LARGE)
+
+
+def test_a_reader_that_cannot_be_imported_for_a_while_refuses_no_picture_later(tmp_path):
+    path = tmp_path / "a.webp"
+    path.write_bytes(file_of(noise(8, 6), "WEBP"))
+    command = [sys.executable, "-c", SHORT_OF_MEMORY, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    first, later = done.stdout.splitlines()
+    assert first.startswith("True"), done.stdout + done.stderr
+    assert later == "8"
+
+
+def test_pixels_that_threads_decode_at_the_same_time_are_bounded(monkeypatch):
+    budget = PixelBudget(MAX_SOURCE_PIXELS)
+    monkeypatch.setattr(module, "_BUDGET", budget)
+    content = file_of(noise(10, 10))
+    order = []
+
+    def make() -> None:
+        make_picture(content, LARGE)
+        order.append("made")
+
+    thread = Thread(target=make)
+    with budget.holding(MAX_SOURCE_PIXELS - 99):
+        thread.start()
+        while thread.is_alive() and not budget._changed._waiters:
+            pass
+        order.append("freed")
+    thread.join()
+    assert order == ["freed", "made"]
+    with budget.holding(MAX_SOURCE_PIXELS):
+        pass  # all are free again

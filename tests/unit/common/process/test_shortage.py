@@ -48,6 +48,7 @@ def raised_from(cause: BaseException, error: BaseException) -> BaseException:
         (MemoryError(), errno.ENOMEM),
         (RuntimeError(NO_THREAD), errno.EAGAIN),
         (ImportError("libx.so: cannot open shared object file: Too many open files"), errno.EMFILE),
+        (ImportError("libx.so: failed to map segment from shared object"), errno.ENOMEM),
         (raised_from(os_error(errno.EMFILE), httpx.ConnectError("all attempts failed")), errno.EMFILE),
         (ConnectionError(raised_from(os_error(errno.EMFILE), OSError("all attempts"))), errno.EMFILE),
         (ExceptionGroup("both", [ValueError(), os_error(errno.EMFILE)]), errno.EMFILE),
