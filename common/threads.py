@@ -12,20 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.common.process.shortage import is_machine_fault
-
 T = TypeVar("T")
-
-
-async def run_on_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like `asyncio.to_thread`, for short calls. Where the machine can start no thread, the event loop waits
-    for the call: what needs it must not fail for that."""
-    try:
-        return await asyncio.to_thread(function, *args)
-    except RuntimeError as error:
-        if not is_machine_fault(error):
-            raise
-        return function(*args)
 
 
 class BoundedThreads:

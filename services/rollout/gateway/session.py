@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
+from tidemill.common.process.shortage import run_on_thread
 from tidemill.common.run.special_tokens import Reading
-from tidemill.common.threads import run_on_thread
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd, Unread, UnreadAnswer

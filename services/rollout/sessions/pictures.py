@@ -31,8 +31,7 @@ from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.images.sources import WEB, ImageSource, parse_source
 from tidemill.common.images.store import ImageStore, read_images, waiting
-from tidemill.common.process.shortage import is_machine_fault
-from tidemill.common.threads import run_on_thread
+from tidemill.common.process.shortage import is_machine_fault, run_on_thread
 from tidemill.common.wire.images import Image
 from tidemill.services.rollout.sessions.picture_parts import (
     Message,
