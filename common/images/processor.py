@@ -71,6 +71,10 @@ class PictureProcessor:
         """How many tokens stand for each picture. Raises ValueError: the processor refuses one."""
         return [self.num_tokens_of(*size_of(png)) for png in pictures]
 
+    def has_counted(self, width: int, height: int) -> bool:
+        """Whether `num_tokens_of` knows this size, and returns at once."""
+        return (width, height) in self._num_tokens_of_size
+
     def num_tokens_of(self, width: int, height: int) -> int:
         """How many tokens stand for a picture of this size, by what the processor returns for one: they
         depend on nothing else. Raises ValueError: the processor refuses it."""

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # processes of users' code import this module, and start soon
     from tidemill.common.process.heartbeats import Heartbeat
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 NO_THREAD = "can't start new thread"
 """The text of the RuntimeError that Python raises for EAGAIN."""
@@ -102,6 +104,17 @@ def number_in_text(text: str) -> int:
 def is_machine_fault(error: BaseException) -> bool:
     """Whether an exception says that the machine is short of something."""
     return shortage_number(error) != 0
+
+
+async def run_on_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like `asyncio.to_thread`, for short calls. Where the machine can start no thread, the event loop waits
+    for the call: what needs it must not fail for that."""
+    try:
+        return await asyncio.to_thread(function, *args)
+    except RuntimeError as error:
+        if not is_machine_fault(error):
+            raise
+        return function(*args)
 
 
 def make_fault(number: int, doing: str, reason: str) -> MachineFaultError:

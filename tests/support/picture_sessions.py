@@ -1,13 +1,16 @@
 """Environments that show pictures, and players of their sessions with a real engine or a script."""
 
+import asyncio
 import contextlib
 import io
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image as PilImage
 from transformers import AutoTokenizer
 
@@ -15,11 +18,14 @@ from examples.small_vision_models import make_vision_model
 from tests.support.models import run_config
 from tests.support.picture_samples import IMAGES, PictureMaker, png_of
 from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import StoreError
+from tidemill.common.images.store import ImageStore
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, Picture
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.sessions.pictures import SessionPictures
 from tidemill.services.rollout.sessions.player import Played, Player
 
 THIS = str(Path(__file__).resolve())
@@ -113,6 +119,21 @@ class Camera:
 
     def get_reward(self) -> float:
         return 1.0
+
+
+def take_store_away(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:
+    """From the first call of `put` or `read` on, that fails for so long, as where the store is away."""
+    away_until: list[float] = []
+    use = getattr(ImageStore, method)
+
+    def use_later(store: ImageStore, picture: Any) -> Any:
+        if not away_until:
+            away_until.append(time.monotonic() + seconds)
+        if time.monotonic() < away_until[0]:
+            raise StoreError("the store is away")
+        return use(store, picture)
+
+    monkeypatch.setattr(ImageStore, method, use_later)
 
 
 def vision_config(folder: Path, environment: dict[str, Any], **images: Any) -> RunConfig:
@@ -239,3 +260,14 @@ class Script:
         said = [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False)]
         said.append(self.tokenizer.eos_token_id)
         return Generation(said, [-0.5] * len(said), ((len(self.asked), 0),), "stop")
+
+    def reading(self, pictures: SessionPictures) -> Any:
+        """The same for a worker, which reads the pictures of a turn for its engine."""
+
+        async def ask(*question: Any, images: Sequence[Image] = ()) -> Generation:
+            await pictures.read(images)
+            # A limit of time that is over ends what waits, and nothing else.
+            await asyncio.sleep(0)
+            return await self(*question, images=images)
+
+        return ask

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PICTURES_S = 0.1
-"""Between two looks at the time of a session whose pictures are being stored."""
+"""Between two looks at the time of a session whose pictures are being stored or read."""
 SWEEP_S = 5.0
 START_S = 10.0
 """A program that has not asked after this long no longer takes a place among those that start."""
@@ -342,7 +342,8 @@ class AgentPlayer(Player):
         while not program.done():
             deadline = begun + self.section.session_timeout_s + session.taken_in_s
             now = time.monotonic()
-            silent_s = 0.0 if session.num_running else now - session.active_at
+            is_waiting = session.num_running > 0 or session.is_taking_in
+            silent_s = 0.0 if is_waiting else now - session.active_at
             if silent_s >= self.section.call_timeout_s or now >= deadline:
                 is_over = now >= deadline
                 if session.read_histories and (is_over or self.section.truncates_late):

@@ -50,6 +50,8 @@ from tidemill.services.rollout.sessions.picture_parts import (
     fill_places,
     is_seen,
     joined_parts,
+    references_in,
+    size_of,
     with_rows_pictures,
 )
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
@@ -132,7 +134,7 @@ class EnvironmentPlayer(Player):
         assert self.stage is not None
         # The session's time includes making its environment. One that repeats takes its time all over again.
         spent_s = recording.elapsed_s if kind.resumes == "restore" else 0.0
-        session_time = SessionTime(self.section.session_timeout_s - spent_s)
+        session_time = SessionTime(self.section.session_timeout_s - spent_s, recording)
         name = await self.containers.begin(session)
         if name:
             row = {**row, SESSION_COLUMN: name}
@@ -192,7 +194,7 @@ class Play:
         """
         opening = await self._environment.reset(row)
         await self._player.containers.note_started(row.get(SESSION_COLUMN, ""))
-        ids, images = self._prompt(ticket, row, opening)
+        ids, images = await self._prompt(ticket, row, opening)
         recorder = SegmentRecorder(ids, images)
         if self._room(recorder) <= 0:
             raise ValueError(
@@ -237,7 +239,9 @@ class Play:
         self._late = self._late or "reward"
         return Closing()
 
-    def _prompt(self, ticket: Ticket, row: Row, opening: Opening) -> tuple[list[int], tuple[Image, ...]]:
+    async def _prompt(
+        self, ticket: Ticket, row: Row, opening: Opening
+    ) -> tuple[list[int], tuple[Image, ...]]:
         """Ids of the first prompt, and its pictures: the ticket's, unless there are tools to describe or the
         environment adds something. Then the row's chat is rendered once more, with the run's system prompt
         and suffix.
@@ -259,7 +263,7 @@ class Play:
         pictures = self._player.pictures
         if pictures is None:
             return ids, ()
-        ids, images = _expanded(pictures, ids, messages, 0, "reset")
+        ids, images = await _expanded(pictures, ids, messages, 0, "reset")
         if len(images) > pictures.max_per_prompt:
             raise EnvironmentFaultError(
                 f"the first prompt has {len(images)} pictures, more than images.max_per_prompt "
@@ -298,6 +302,7 @@ class Play:
             images = [*recorder.images, *new_images]
             if room <= 0 or self._has_too_many(images):
                 return "max_tokens"
+            await self._read_shown(ticket, images)
             sampling = recorder.asking(ticket.sampling, len(recorder.completion_ids))
             begun = time.monotonic()
             if sampling.max_tokens > room:
@@ -319,9 +324,19 @@ class Play:
                 return "max_turns"
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)
             if self._player.pictures is not None:
-                context, new_images = _expanded(
+                context, new_images = await _expanded(
                     self._player.pictures, context, self._answers, len(recorder.ids), "step"
                 )
+
+    async def _read_shown(self, ticket: Ticket, images: Sequence[Image]) -> None:
+        """Read what the environment has shown, which another worker may have stored. The engine's turn then
+        finds it in memory, and takes none of the session's time for a store that is away."""
+        of_ticket = {image.digest for image in ticket.images}
+        shown = [image for image in images if image.digest not in of_ticket]
+        if shown:
+            assert self._player.pictures is not None, "only it takes in what is shown"
+            with self._time.stopped():
+                await self._player.pictures.read(shown)
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
         """Have the environment answer a turn, into `_answers`. Returns how the session ends, if it does."""
@@ -400,10 +415,12 @@ class Play:
         return most - len(recorder.completion_ids)
 
 
-def _expanded(
+async def _expanded(
     pictures: "SessionPictures", ids: Sequence[int], messages: Sequence[ChatMessage], first: int, kind: str
 ) -> tuple[list[int], tuple[Image, ...]]:
     """As `SessionPictures.expand`. Raises EnvironmentFaultError: the chat template has no place for each."""
+    # Counted already, but for those of the row and those that another worker has taken in.
+    await pictures.count_tokens([size_of(reference) for reference in references_in(messages)])
     try:
         return pictures.expand(ids, messages, first)
     except ValueError as error:

@@ -1,15 +1,19 @@
-"""The time that a session has left. It stands still while the session's pictures are stored: a store that is
-away is waited for, and is neither the environment's fault nor the policy's."""
+"""The time that a session has left. It stands still while the session's pictures are stored or read: a store
+that is away is waited for, and is neither the environment's fault nor the policy's."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
+from tidemill.services.rollout.sessions.parts import Recording
+
 
 class SessionTime:
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, recording: Recording) -> None:
+        """`recording` keeps, for a worker that goes on with the session, how much of its time is used up."""
         self._deadline = time.monotonic() + seconds
+        self._recording = recording
         self._limit: asyncio.Timeout | None = None
         """Of the call under way."""
 
@@ -36,6 +40,8 @@ class SessionTime:
         try:
             yield
         finally:
-            self._deadline += time.monotonic() - begun
+            waited_s = time.monotonic() - begun
+            self._deadline += waited_s
+            self._recording.leave_out(waited_s)
             if self._limit is not None:
                 self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)

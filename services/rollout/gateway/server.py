@@ -28,10 +28,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.common.process.http_server import ServerInService, listen, server_config
+from tidemill.common.process.shortage import run_on_thread
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
 from tidemill.services.rollout.gateway.dialogue import Body, RequestError, has_usage, ignored_in, wishes_in
-from tidemill.services.rollout.gateway.session import GatewaySession, run_on_thread
+from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
 log = structlog.get_logger(__name__)

@@ -11,17 +11,18 @@ answered.
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
-from tidemill.common.process.shortage import is_machine_fault
+from tidemill.common.process.shortage import run_on_thread
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
@@ -53,8 +54,6 @@ from tidemill.services.rollout.sessions.recorder import choices_of, images_in
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
-
-T = TypeVar("T")
 
 BAD_REQUEST = 400
 NOT_FOUND = 404
@@ -163,9 +162,9 @@ class GatewaySession:
         """Fails with the engine's error: the session cannot go on after that."""
         self._pictures = pictures
         self._num_taking_in = 0
-        """Requests whose pictures are being taken in."""
+        """Requests whose pictures are being taken in, or read for the engine."""
         self._taking_in_since = 0.0
-        """When the first of these came."""
+        """Since when there is one."""
         self._taken_in_s = 0.0
         self._pace = pace or EnginePace()
         self._last_asked: Exchange | None = None
@@ -219,18 +218,19 @@ class GatewaySession:
 
     @property
     def num_running(self) -> int:
-        """Questions that wait for an answer, those among them whose pictures are being taken in."""
-        return len(self._running) + self._num_taking_in
+        """Questions that wait for an answer of the model."""
+        return len(self._running)
 
     @property
     def taken_in_s(self) -> float:
-        """How long pictures of requests were taken in so far. That is no time of the program: a store that is
-        away is waited for."""
+        """How long pictures of requests were taken in or read so far. That is no time of the program: a store
+        that is away is waited for."""
         now_s = time.monotonic() - self._taking_in_since if self._num_taking_in else 0.0
         return self._taken_in_s + now_s
 
     @property
     def is_taking_in(self) -> bool:
+        """Whether pictures of a request are being taken in or read."""
         return self._num_taking_in > 0
 
     @property
@@ -297,25 +297,32 @@ class GatewaySession:
             return question
         if len(parts) > pictures.max_per_prompt:
             raise self._too_many(len(parts), pictures.max_per_prompt, is_asked)
-        # As work of ours: while the store of pictures is away, the program is not silent.
+        with self._taking_in():
+            try:
+                messages = [await self._taken(message, pictures) for message in question.messages]
+            except RequestError:
+                raise
+            except Exception as error:  # the disk or the store: no fault of the program's
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                raise
+        self._check_open()
+        return replace(question, messages=tuple(messages))
+
+    @contextlib.contextmanager
+    def _taking_in(self) -> Iterator[None]:
+        """The block is work of ours: while the store of pictures is away, the program is not silent, and its
+        time stands still."""
         if not self._num_taking_in:
             self._taking_in_since = time.monotonic()
         self._num_taking_in += 1
         try:
-            messages = [await self._taken(message, pictures) for message in question.messages]
-        except RequestError:
-            raise
-        except Exception as error:  # the disk or the store: no fault of the program's
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            raise
+            yield
         finally:
             self._num_taking_in -= 1
             self.active_at = time.monotonic()
             if not self._num_taking_in:
                 self._taken_in_s += self.active_at - self._taking_in_since
-        self._check_open()
-        return replace(question, messages=tuple(messages))
 
     async def _taken(self, message: Message, pictures: "SessionPictures") -> Message:
         try:
@@ -665,13 +672,19 @@ class GatewaySession:
         return room
 
     async def _say(self, continuation: Continuation, question: Question, max_tokens: int) -> Answer:
-        started = time.monotonic()
         ids = continuation.ids
+        images = continuation.images
+        if images:
+            assert self._pictures is not None, "only it takes pictures in"
+            # Of a long session some may no longer be in memory, where the engine's turn then finds them.
+            with self._taking_in():
+                await self._pictures.read(images)
+        started = time.monotonic()
         history = continuation.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
             asking = history.recorder.asking(sampling, continuation.num_kept)
-            whole = await self._ask(ids, asking, **pictures_of(continuation.images))
+            whole = await self._ask(ids, asking, **pictures_of(images))
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if continuation.kind != "new":
@@ -701,17 +714,6 @@ class GatewaySession:
         answer = _answer_of(question, generation, parsed, self._decode, len(ids))
         history.hold(question, answer)
         return answer
-
-
-async def run_on_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like `asyncio.to_thread`. Where the machine can start no thread, the event loop waits for the call: the
-    session must not fail for that."""
-    try:
-        return await asyncio.to_thread(function, *args)
-    except RuntimeError as error:
-        if not is_machine_fault(error):
-            raise
-        return function(*args)
 
 
 def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:

@@ -218,6 +218,10 @@ class Recording:
         """Seconds that the session has taken, in all workers that have played it."""
         return self._elapsed_s + time.monotonic() - self._begun
 
+    def leave_out(self, seconds: float) -> None:
+        """Count so much of the time since the play began as none of the session's."""
+        self._begun += seconds
+
     @property
     def has_answer(self) -> bool:
         """Whether there is a recorded answer that was not asked for yet."""

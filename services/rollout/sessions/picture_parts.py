@@ -95,6 +95,11 @@ def reference_to(image: Image) -> Reference:
     return {"type": IMAGE_PART, **{name: getattr(image, name) for name in names}}
 
 
+def size_of(reference: Reference) -> tuple[int, int]:
+    """Width and height."""
+    return reference["width"], reference["height"]
+
+
 def image_of(reference: Reference, first: int, num_tokens: int) -> Image:
     """A picture at its place."""
     return Image(

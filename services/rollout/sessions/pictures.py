@@ -12,6 +12,7 @@ Addresses and paths are refused: what they lead to may change between a turn and
 session the model may have chosen them.
 """
 
+import contextlib
 import errno
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.images.sources import WEB, ImageSource, parse_source
 from tidemill.common.images.store import ImageStore, read_images, waiting
-from tidemill.common.process.shortage import is_machine_fault
+from tidemill.common.process.shortage import is_machine_fault, run_on_thread
 from tidemill.common.wire.images import Image
 from tidemill.services.rollout.sessions.picture_parts import (
     Message,
@@ -39,6 +40,7 @@ from tidemill.services.rollout.sessions.picture_parts import (
     picture_in,
     reference_to,
     references_in,
+    size_of,
 )
 
 CACHED_BYTES = 1 << 28
@@ -113,9 +115,12 @@ class SessionPictures:
                 missing.append(image)
             else:
                 files[image.digest] = png
-        for image, png in zip(missing, await read_images(self._store, missing), strict=True):
-            self._keep(image.digest, png)
-            files[image.digest] = png
+        # Else no thread: those of the store may all wait for it.
+        if missing:
+            for image, png in zip(missing, await read_images(self._store, missing), strict=True):
+                self._keep(image.digest, png)
+                files[image.digest] = png
+            await self.count_tokens([(image.width, image.height) for image in missing])
         for image in images:
             # A program that sends a picture of its row back means this one, whatever its library makes of it.
             self._note(f"PNG:{image.digest}", reference_to(image))
@@ -131,13 +136,21 @@ class SessionPictures:
             ValueError: it has written more or fewer, or two without text between them.
         """
         references = list(references_in(messages))
-        sizes = [(reference["width"], reference["height"]) for reference in references]
+        sizes = [size_of(reference) for reference in references]
         expanded, spans = self._processor.expand_sizes(ids, sizes)
         images = [
             image_of(reference, first + start, num_tokens)
             for reference, (start, num_tokens) in zip(references, spans, strict=True)
         ]
         return expanded.tolist(), tuple(images)
+
+    async def count_tokens(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Count the tokens of pictures of these widths and heights, on a thread where a size is new: `expand`
+        needs them, the processor takes up to half a second for one, and the event loop must not wait."""
+        for width, height in sizes:
+            if not self._processor.has_counted(width, height):
+                with contextlib.suppress(ValueError):  # `expand` says which it refuses
+                    await run_on_thread(self._processor.num_tokens_of, width, height)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises ValueError: ids that a client has chosen stand for pixels."""

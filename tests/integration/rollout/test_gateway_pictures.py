@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import torch
 
 from tests.support.late_imports import late
 from tests.support.picture_samples import png_of
-from tests.support.picture_sessions import SAMPLING, Script, Stage, trajectory_of
+from tests.support.picture_sessions import SAMPLING, Script, Stage, take_store_away, trajectory_of
 from tidemill.common.config.environment import EnvironmentConfig
-from tidemill.common.errors import StoreError
-from tidemill.common.images.store import ImageStore
 from tidemill.common.wire import codec
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Trajectory
@@ -259,30 +256,27 @@ async def test_more_pictures_than_a_prompt_may_have_are_a_limit_of_the_session(t
         assert run.session.end == "max_tokens" and len(run.trajectory().images) == MAX_PICTURES
 
 
-async def test_a_store_that_is_away_takes_none_of_the_time_of_a_program(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("method", ["put", "read"])
+async def test_a_store_that_is_away_takes_none_of_the_time_of_a_program(
+    tmp_path, monkeypatch, method: str
+) -> None:
+    """Neither where a picture is stored, nor where one that is no longer in memory is read for the engine."""
     timeout_s = 4.0
-    away_until: list[float] = []
-    put = ImageStore.put
-
-    def put_later(store: ImageStore, png: bytes) -> str:
-        if not away_until:
-            away_until.append(time.monotonic() + timeout_s)
-        if time.monotonic() < away_until[0]:
-            raise StoreError("the store is away")
-        return put(store, png)
-
-    monkeypatch.setattr(ImageStore, "put", put_later)
+    take_store_away(monkeypatch, method, timeout_s)
+    monkeypatch.setattr("tidemill.services.rollout.sessions.pictures.CACHED_BYTES", 1)  # holds one picture
     async with opened(tmp_path, session_timeout_s=timeout_s) as run:
+        assert run.session._pictures is not None
+        run.session._ask = run.script.reading(run.session._pictures)
 
         async def play() -> Closing:
             said = await run.say(user("go"))
-            await run.say(user("go"), said, user(chat_part(png_of(0)), "!"))
+            await run.say(user("go"), said, user(chat_part(png_of(0)), "!", chat_part(png_of(1))))
             return Closing(1.0)
 
         player = AgentPlayer(run.stage.config, lambda ids: "", lambda: open_chat(run.stage.config))
         result = await player._watched(asyncio.create_task(play()), run.session)
         assert (result.reward, result.is_late, run.session.end) == (1.0, False, "done")
-        assert len(run.trajectory().images) == 1
+        assert len(run.trajectory().images) == 2
 
 
 async def test_names_of_tokens_that_stand_for_pictures_are_text_in_a_session(tmp_path) -> None:

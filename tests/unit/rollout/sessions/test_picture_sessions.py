@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from PIL import Image as PilImage
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, train
 from tests.support.picture_samples import png_of
-from tests.support.picture_sessions import THIS, Script, Stage, picture, trajectory_of
-from tidemill.common.errors import BrokenImageError, EnvironmentFaultError, StoreError
+from tests.support.picture_sessions import THIS, Script, Stage, picture, take_store_away, trajectory_of
+from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
 from tidemill.common.images import store as store_module
 from tidemill.common.images.pictures import make_picture
-from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
+from tidemill.common.images.processor import PictureProcessor
+from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.rollout.environments import build_player, load, player
@@ -110,7 +111,8 @@ class Kept:
         ticket = self.ticket
         play = read_play(self.fields, 0, ticket.prompt_ids, pytest.fail, ticket.images)
         async with self.stage.player() as playing:
-            return await playing.play(ticket, "s", Recording(script, play, self.keep)), script
+            ask = script.reading(playing.pictures)
+            return await playing.play(ticket, "s", Recording(ask, play, self.keep)), script
 
 
 async def play(stage: Stage, ticket: Ticket, *lines: str) -> tuple[Played, Script]:
@@ -195,24 +197,43 @@ async def test_a_process_of_an_environment_sends_pictures_and_a_ticket_without_a
 
 
 @pytest.mark.usefixtures("on_the_loop")
-async def test_a_store_that_is_away_takes_none_of_the_time_of_a_session(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("method", ["put", "read"])
+async def test_a_store_that_is_away_takes_none_of_the_time_of_a_session(
+    tmp_path: Path, monkeypatch, method: str
+) -> None:
+    """Neither where a worker stores a picture, nor where another one goes on and reads it."""
     timeout_s = 3.0
     stage = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 1}, session_timeout_s=timeout_s)
-    ticket = stage.ticket([])
-    away_until: list[float] = []
-    put = ImageStore.put
+    kept = Kept(stage, stage.ticket([]))
+    take_store_away(monkeypatch, method, timeout_s)
+    with pytest.raises(IndexError):  # the script has no second line
+        await kept.play("a")
+    went_on, _ = await kept.play("b")
+    assert went_on.session is not None
+    assert (went_on.session.end, went_on.session.late, len(went_on.images)) == ("done", "", 1)
 
-    def put_later(store: ImageStore, png: bytes) -> str:
-        if not away_until:
-            away_until.append(time.monotonic() + timeout_s)
-        if time.monotonic() < away_until[0]:
-            raise StoreError("the store is away")
-        return put(store, png)
 
-    monkeypatch.setattr(ImageStore, "put", put_later)
-    played, _ = await play(stage, ticket, "a", "b")
-    assert played.session is not None
-    assert (played.session.end, played.session.late, len(played.images)) == ("done", "", 1)
+@pytest.mark.usefixtures("on_the_loop")
+async def test_the_processor_never_runs_on_the_event_loop(tmp_path: Path, monkeypatch) -> None:
+    """Not for pictures of a row, which the trainer has taken in, nor for those of another worker."""
+    stage = Stage(tmp_path, use=f"{THIS}:Camera", call_format="hermes")
+    ticket = stage.ticket([png_of(0)])
+    is_on_loop: list[bool] = []
+    process = PictureProcessor._process
+
+    def process_noted(processor: PictureProcessor, pictures: Any) -> Any:
+        is_on_loop.append(threading.current_thread() is threading.main_thread())
+        return process(processor, pictures)
+
+    monkeypatch.setattr(PictureProcessor, "_process", process_noted)
+    await play(stage, ticket, "done")
+    assert is_on_loop == [False]
+    shown = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 1})
+    kept = Kept(shown, shown.ticket([]))
+    with pytest.raises(IndexError):
+        await kept.play("a")
+    await kept.play("b")
+    assert is_on_loop == [False] * 3
 
 
 async def test_a_folder_of_pictures_that_is_not_there_just_now_is_waited_for(
