@@ -126,7 +126,7 @@ PICTURES_OF = "pictures_of"
 
 def folder_with_pictures(run_dir: Path, state: Mapping[str, Any]) -> Path:
     """The folder of the run whose pictures the run in `run_dir` uses: its own, or another by its state."""
-    return run_dir.parent / state.get(PICTURES_OF, run_dir.name)
+    return run_dir.parent / str(state.get(PICTURES_OF, run_dir.name))
 
 
 CONFIG_FILE = "config.yaml"

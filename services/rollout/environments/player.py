@@ -332,11 +332,11 @@ class Play:
         """Read what the environment has shown, which another worker may have stored. The engine's turn then
         finds it in memory, and takes none of the session's time for a store that is away."""
         of_ticket = {image.digest for image in ticket.images}
-        shown = [image for image in images if image.digest not in of_ticket]
-        if shown:
+        new_images = [image for image in images if image.digest not in of_ticket]
+        if new_images:
             assert self._player.pictures is not None, "only it takes in what is shown"
             with self._time.stopped():
-                await self._player.pictures.read(shown)
+                await self._player.pictures.read(new_images)
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
         """Have the environment answer a turn, into `_answers`. Returns how the session ends, if it does."""

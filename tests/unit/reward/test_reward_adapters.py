@@ -177,9 +177,8 @@ def test_pictures_that_only_their_palette_tells_apart_are_both_sent(
         pictures.append(picture)
     images = adapters._Images()
     assert images.take("Which?", {"images": [*pictures, pictures[0].copy()]}) == ("Which?", [0, 1, 0])
-    first, second = [_pixel_of(url) for url in images.urls]
-    assert first == red
-    assert second == ((255, 255, 255) if alpha else blue)
+    pixels = [_pixel_of(url) for url in images.urls]
+    assert pixels == [red, (255, 255, 255) if alpha else blue]
 
 
 def _pixel_of(url: str) -> Any:

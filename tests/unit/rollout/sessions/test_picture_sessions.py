@@ -228,8 +228,8 @@ async def test_the_processor_never_runs_on_the_event_loop(tmp_path: Path, monkey
     monkeypatch.setattr(PictureProcessor, "_process", process_noted)
     await play(stage, ticket, "done")
     assert is_on_loop == [False]
-    shown = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 1})
-    kept = Kept(shown, shown.ticket([]))
+    gallery = Stage(tmp_path, use=f"{THIS}:Gallery", options={"rounds": 1})
+    kept = Kept(gallery, gallery.ticket([]))
     with pytest.raises(IndexError):
         await kept.play("a")
     await kept.play("b")
