@@ -1,4 +1,4 @@
-"""A run's data in Redis besides its streams: the resolved config, and a small state for people.
+"""A run's data in Redis besides its streams: the resolved config, and a small state (`Keys.state`).
 
 The config's classes take a quarter of a second to import, and readers of streams need none: imported late.
 """

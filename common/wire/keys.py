@@ -188,7 +188,8 @@ class Keys:
 
     @property
     def state(self) -> str:
-        """Hash: status, version and progress of the run, for people."""
+        """Hash: status, version and progress of the run, for people. And what guards its streams: who
+        has registered it, marks for the next commit and trim, below which ids streams are trimmed."""
         return self._key("state")
 
     def workers(self, role: str) -> str:

@@ -68,11 +68,22 @@ class TrainerState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     version: int = Field(ge=0, description="committed steps")
     positions: dict[StreamName, str] = Field(
-        default_factory=dict, description="stream -> id of the last entry that this state has taken in"
+        default_factory=dict,
+        description="stream -> id behind which it is read again, below all that an outstanding group has: "
+        "`StreamJoin.positions`",
     )
-    scheduler: dict[str, Any] = Field(default_factory=dict, description="tickets issued and outstanding")
-    intake: dict[str, Any] = Field(default_factory=dict, description="what was read of the streams")
-    data: dict[str, Any] = Field(default_factory=dict, description="position and fingerprint of the prompts")
+    scheduler: dict[str, Any] = Field(
+        default_factory=dict, description="tickets issued and outstanding: `Scheduler.state`"
+    )
+    intake: dict[str, Any] = Field(
+        default_factory=dict,
+        description="how far the streams were read, and hashes that show whether they still hold that: "
+        "`StreamJoin.state`; `dropped`: replaced groups that the next commit has to report",
+    )
+    data: dict[str, Any] = Field(
+        default_factory=dict,
+        description="fingerprint and position of the prompts, curriculum: `PromptPlan.state`",
+    )
 
     @field_validator("positions")
     @classmethod
