@@ -78,11 +78,13 @@ KNOWN = {
         Fault(14.4, "kill", "trainer"),
         Fault(14.4, "restart", "", {"for_s": 0.78, "lose_commits": 2}),
     )),
-    "Redis is emptied": Schedule(1, Setup(checkpoint_every=1), (Fault(4.0, "empty", "", {"flush": True}),)),
+    "Redis is emptied": Schedule(1, Setup(checkpoint_every=1), (
+        Fault(0.0, "empty", "", {"flush": True, "before": ["append_after", "commits", 2]}),
+    )),
     "Redis is emptied, and everybody dies": Schedule(1, Setup(checkpoint_every=1), (
-        Fault(4.0, "empty", "", {"flush": True}),
-        Fault(4.1, "kill", "rollout-0"),
-        Fault(4.2, "kill", "trainer"),
+        Fault(0.0, "empty", "", {"flush": True, "before": ["append_after", "commits", 2]}),
+        Fault(0.1, "kill", "rollout-0", {"follows": True}),
+        Fault(0.1, "kill", "trainer", {"follows": True}),
     )),
     "Redis is emptied before there is a checkpoint": Schedule(
         3789, Setup(groups_per_step=1, checkpoint_every=4, rollouts=1, rewards=1), (
@@ -126,10 +128,11 @@ KNOWN = {
         Fault(10.913, "term", "trainer"),
     )),
     "a reader goes on before the failover is noticed": Schedule(
-        5601, Setup(group_size=8, max_staleness=0, keep_checkpoints=1, trim=False, rollouts=1, rewards=1), (
-        Fault(2.078, "failover", "",
-            {"for_s": 0.54, "lose": 61, "before": ["XADD", "weights"], "clock_s": -13.7}),
-        Fault(3.994, "unreliable", "", {"for_s": 4.6, "share": 0.21, "hang": 0.31}),
+        1, Setup(steps=6, groups_per_step=1, group_size=4, max_staleness=3, batch_order="as_ready",
+        checkpoint_every=4, rollouts=1, rewards=1, per_group=True), (
+        # The scores of the next groups get ids below those that are lost, which the trainer has read.
+        Fault(0.0, "failover", "", {"for_s": 0.1, "clock_s": -1.5, "of": "reward-0",
+            "before": ["publish_group", "scores", 2], "lose_from": ["publish_group", "scores"]}),
     )),
     "a trim is decided on one server and done on another": Schedule(
         1, Setup(steps=6, groups_per_step=1, group_size=4, checkpoint_every=1, keep_checkpoints=1,
@@ -391,6 +394,21 @@ KNOWN = {
             "lose_from": ["publish_sample", "prompts ", 5]}),
         Fault(0.0, "kill", "trainer", {"follows": True}),
         Fault(0.4, "kill", "rollout-0", {"follows": True, "before": ["append_part", "prompts ", 2]}),
+    )),
+    "an outage ends, and workers that were full are back before each other": Schedule(
+        1, Setup(steps=3, group_size=8, rewards=4, reward_slots=2, sample_s=5.0), (
+        Fault(0.0, "restart", "", {"for_s": 7.0, "of": "reward-0", "before": ["complete", "scores", 2]}),
+    )),
+    "groups of earlier steps are replaced when a worker wakes up": Schedule(
+        1, Setup(groups_per_step=3, group_size=2, max_staleness=3, batch_order="as_ready", rewards=1,
+        mixed=True), (
+        Fault(0.0, "freeze", "rollout-0", {"for_s": 30.0, "sending": ["publish_sample", "prompts "],
+            "until": ["append_after", "commits", 2]}),
+    )),
+    "a reward worker of an older release reads what it does not understand": Schedule(
+        1, Setup(steps=3, groups_per_step=1, group_size=4, rollouts=1, rewards=1, claims=True), (
+        Fault(0.0, "older", "reward-9", {"for_s": 6.0, "of": "rollout-0",
+            "before": ["start_group", "prompts "]}),
     )),
 }
 # fmt: on

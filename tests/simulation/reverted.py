@@ -45,7 +45,7 @@ REVERTED = (
         "if last ~= ARGV[1] then\n  return 0\nend\n", "", "tickets are lost while they are issued"),
     Mutant("nobody notices that Redis was emptied", f"{BATCH}/reconciler.py",
         '        if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:\n',
-        "        if self._token:\n", "Redis is emptied"),
+        "        if self._token:\n", "Redis is emptied, and then a worker starts"),
     Mutant("versions stay announced that no checkpoint has", f"{BATCH}/reconciler.py",
         "        if not lost:\n            return\n", "        if lost or not lost:\n            return\n",
         "Redis is emptied before there is a checkpoint"),
