@@ -117,10 +117,12 @@ class SessionPictures:
                 files[image.digest] = png
         # Else no thread: those of the store may all wait for it.
         if missing:
-            for image, png in zip(missing, await read_images(self._store, missing), strict=True):
+            read = await read_images(self._store, missing)
+            # Before they are kept: who finds a picture in memory may expand it at once.
+            await self.count_tokens([(image.width, image.height) for image in missing])
+            for image, png in zip(missing, read, strict=True):
                 self._keep(image.digest, png)
                 files[image.digest] = png
-            await self.count_tokens([(image.width, image.height) for image in missing])
         for image in images:
             # A program that sends a picture of its row back means this one, whatever its library makes of it.
             self._note(f"PNG:{image.digest}", reference_to(image))
