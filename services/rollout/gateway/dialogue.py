@@ -1,9 +1,9 @@
 """Questions and answers in one form, whichever API a client uses.
 
 Messages are kept in the form of OpenAI's chat, with text as a string; where there are pictures, as a list of
-parts (`sessions/picture_parts.py`). They are compared by `identity`, which
-does not depend on what clients do to a history that they send back: text as a list of parts, null for no
-text, new ids of calls, arguments written as other JSON, dropped reasoning.
+parts (`sessions/picture_parts.py`). They are compared by `identity`, which does not depend on what clients do
+to a history that they send back: text as a list of parts, null for no text, new ids of calls, arguments
+written as other JSON, dropped reasoning.
 
 Answers are sampled freely, by `rollout.sampling`, as they are trained. A client that wishes a form validates
 the answer and asks again, so wishes are counted and not obeyed, or refused if the config says so.
