@@ -6,12 +6,12 @@ and these are read once.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.images.recent import Recent
 from tidemill.common.images.store import ImageStore, read_images
 from tidemill.common.wire.images import PICTURES_FAULT, Image
 from tidemill.services.reward.outcome import AttemptError
@@ -30,9 +30,8 @@ class PictureReader:
         self._on_refusal = on_refusal
         self._reads: dict[str, asyncio.Task[bytes]] = {}
         """By digest, what is being read."""
-        self._recent: OrderedDict[str, bytes] = OrderedDict()
-        """By digest, what was read, the least recently used first."""
-        self._num_recent_bytes = 0
+        self._recent = Recent[bytes](RECENT_BYTES)
+        """What was read."""
 
     async def with_pictures(self, sample: RewardSample) -> RewardSample:
         """The sample with the pictures of its prompt. Raises AttemptError: as `read`."""
@@ -59,9 +58,9 @@ class PictureReader:
 
     async def _read(self, image: Image) -> bytes:
         digest = image.digest
-        if digest in self._recent:
-            self._recent.move_to_end(digest)
-            return self._recent[digest]
+        png = self._recent.get(digest)
+        if png is not None:
+            return png
         read = self._reads.get(digest)
         if read is None:
             read = asyncio.create_task(self._read_file(image), name=f"picture {digest}")
@@ -80,11 +79,7 @@ class PictureReader:
         if read.cancelled() or read.exception() is not None:
             return
         png = read.result()
-        self._recent[digest] = png
-        self._num_recent_bytes += len(png)
-        while self._num_recent_bytes > RECENT_BYTES:
-            _, oldest = self._recent.popitem(last=False)
-            self._num_recent_bytes -= len(oldest)
+        self._recent.keep(digest, png, len(png))
 
     async def close(self) -> None:
         """End the reads that wait for a store which is away."""

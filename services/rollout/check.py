@@ -124,7 +124,7 @@ def _lines(played: Played) -> list[str]:
 def described(message: Mapping[str, Any]) -> str:
     """What an environment's message says and shows."""
     num_pictures = len(pictures_in(message))
-    count = f" [{num_pictures} pictures]" if num_pictures else ""
+    count = f" [pictures: {num_pictures}]" if num_pictures else ""
     return f"{content_text(message['content'])}{count}"
 
 

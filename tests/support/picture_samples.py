@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from tests.support.rank_runs import policy_on
 from tests.support.samples import sample_of
-from tests.support.vision import file_of, noise
+from tests.support.vision import file_of, image_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
@@ -91,17 +91,8 @@ class PictureMaker:
         expanded, spans = self.processor.expand(ids, list(pictures))
         images = []
         for png, (first, count) in zip(pictures, spans, strict=True):
-            picture = PilImage.open(io.BytesIO(png))
-            images.append(
-                Image(
-                    digest=self.store.put(png),
-                    num_bytes=len(png),
-                    width=picture.width,
-                    height=picture.height,
-                    first=first,
-                    num_tokens=count,
-                )
-            )
+            self.store.put(png)
+            images.append(image_of(png, first, count))
         completion = np.random.default_rng(seed + 1000).integers(3, TEXT_IDS, num_tokens)
         logprobs = np.full(num_tokens, -3.0)
         fields = {"advantage": float(rng.normal()) + 0.1, "images": tuple(images)} | fields

@@ -1,6 +1,5 @@
 """Pictures of coloured noise, prompts that have them, and what transformers computes of such a prompt."""
 
-import io
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from PIL import Image as PILImage
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.versions import Chain
-from tests.support.vision import file_of, noise
+from tests.support.vision import file_of, image_of, noise
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.images.processor import PictureProcessor, load_processor
-from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, Picture
 from tidemill.services.rollout.engines.held_weights import as_tensor
@@ -35,18 +31,6 @@ SIZES = ((56, 56), (90, 60), (64, 120))
 def noise_png(seed: int, size: tuple[int, int] = SIZES[0]) -> bytes:
     """A picture as the store has it."""
     return file_of(noise(*size, seed))
-
-
-def image_of(png: bytes, first: int, num_tokens: int) -> Image:
-    width, height = PILImage.open(io.BytesIO(png)).size
-    return Image(
-        digest=xxhash.xxh3_128_hexdigest(png),
-        num_bytes=len(png),
-        width=width,
-        height=height,
-        first=first,
-        num_tokens=num_tokens,
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Samples whose prompts have pictures, for rewards that see: plain colours, in a run's store."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from PIL import Image as PilImage
 
 from tests.support.trajectories import make_trajectory
+from tests.support.vision import file_of, image_of
 from tidemill.common.images.store import ImageStore
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Trajectory
@@ -24,22 +24,13 @@ Colour = tuple[int, int, int]
 
 
 def png_of(colour: Colour) -> bytes:
-    buffer = io.BytesIO()
-    PilImage.new("RGB", SIZE, colour).save(buffer, "PNG")
-    return buffer.getvalue()
+    return file_of(PilImage.new("RGB", SIZE, colour))
 
 
 def store_picture(store: ImageStore, png: bytes, first: int) -> Image:
     """The picture of a prompt, whose tokens begin with this one."""
-    width, height = PilImage.open(io.BytesIO(png)).size
-    return Image(
-        digest=store.put(png),
-        num_bytes=len(png),
-        width=width,
-        height=height,
-        first=first,
-        num_tokens=NUM_TOKENS,
-    )
+    store.put(png)
+    return image_of(png, first, NUM_TOKENS)
 
 
 def seen_trajectory(

@@ -1,5 +1,9 @@
 """What tests with a real vLLM need of the machine; without it they are skipped, and say what to install."""
 
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,7 @@ import pytest
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.vllm_machine import check_machine
+from tidemill.common.process.vllm_machine import add_torchvision, check_machine
 
 
 def need_vllm() -> None:
@@ -44,3 +48,13 @@ def vllm_config(
             },
         }
     )
+
+
+def print_measured(measure: Callable[[str, Path], Coroutine[Any, Any, dict[str, Any]]]) -> None:
+    """The main function of a program FAMILY FOLDER: prints what is measured as a line of JSON.
+
+    Such a module imports transformers in `measure`: torchvision has to be on the path before.
+    """
+    add_torchvision("this test")
+    family, folder = sys.argv[1:]
+    print(json.dumps(asyncio.run(measure(family, Path(folder)))))

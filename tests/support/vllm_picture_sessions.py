@@ -5,12 +5,10 @@ a logprob to a plain pass of transformers in float64, and how many turns and lat
 """
 
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.process.vllm_machine import add_torchvision
+from tests.support.vllm_machine import print_measured, vllm_config
 
 
 async def measure(family: str, folder: Path) -> dict[str, Any]:
@@ -20,7 +18,6 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
 
     from tests.support.picture_samples import IMAGES, compute_in_float64, png_of
     from tests.support.picture_sessions import THIS, Stage, trajectory_of
-    from tests.support.vllm_machine import vllm_config
     from tidemill.services.rollout.engines.vllm import VllmEngine
     from tidemill.services.trainer.groups.sample import make_sample
 
@@ -65,12 +62,6 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def main() -> None:
-    add_torchvision("this test")
-    family, folder = sys.argv[1:]
-    print(json.dumps(asyncio.run(measure(family, Path(folder)))))
-
-
 # vLLM's processes import this file again.
 if __name__ == "__main__":
-    main()
+    print_measured(measure)

@@ -7,12 +7,10 @@ text part.
 """
 
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.process.vllm_machine import add_torchvision
+from tests.support.vllm_machine import print_measured, vllm_config
 
 
 async def measure(family: str, folder: Path) -> dict[str, Any]:
@@ -22,7 +20,6 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
     from examples.small_vision_models import make_vision_model
     from tests.support.picture_samples import compute_in_float64
     from tests.support.pictures import Seeing, mixed_requests, noise_png, write_versions
-    from tests.support.vllm_machine import vllm_config
     from tidemill.services.rollout.engines.vllm import VllmEngine
 
     # A pass in float32 is off by up to 1e-5 itself: two of them by more from each other.
@@ -89,12 +86,6 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def main() -> None:
-    add_torchvision("this test")
-    family, folder = sys.argv[1:]
-    print(json.dumps(asyncio.run(measure(family, Path(folder)))))
-
-
 # vLLM's processes import this file again.
 if __name__ == "__main__":
-    main()
+    print_measured(measure)

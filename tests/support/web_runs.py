@@ -10,13 +10,12 @@ from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
+from tests.support.vision import image_of
 from tidemill.common.config import RunConfig
-from tidemill.common.images.processor import size_of
 from tidemill.common.images.store import ImageStore
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import append
-from tidemill.common.wire.images import Image
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, ScoreStatus, Ticket, Trajectory
 
@@ -96,17 +95,8 @@ def seeing_question(ticket: int, store: ImageStore, *pngs: bytes) -> Ticket:
     """A ticket with pictures, of two tokens each, which are put into the store."""
     images = []
     for number, png in enumerate(pngs):
-        width, height = size_of(png)
-        images.append(
-            Image(
-                digest=store.put(png),
-                num_bytes=len(png),
-                width=width,
-                height=height,
-                first=1 + 3 * number,
-                num_tokens=2,
-            )
-        )
+        store.put(png)
+        images.append(image_of(png, 1 + 3 * number, 2))
     parts = [{"type": "image"}] * len(pngs) + [{"type": "text", "text": f"how many? {SCRIPT}"}]
     return make_ticket(
         ticket,

@@ -14,6 +14,7 @@ from tidemill.common.history.groups import advantages_of, dropped_groups, left_o
 from tidemill.common.history.history import History
 from tidemill.common.streams.entries import Entry, entry_id_of
 from tidemill.common.streams.selection import Range, Selection, StreamName
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
@@ -144,6 +145,14 @@ class GroupRecord:
     def prompt_source(self) -> Ticket | Trajectory | None:
         """A message that has the prompt."""
         return self.ticket or next((s.trajectory for s in self.samples if s.trajectory), None)
+
+    @property
+    def prompt_images(self) -> tuple[Image, ...]:
+        """The row's pictures, without others that a session shows."""
+        source = self.prompt_source
+        if isinstance(source, Trajectory):
+            return source.prompt_images
+        return source.images if source else ()
 
     @property
     def group_size(self) -> int:

@@ -11,6 +11,7 @@ from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import leaves_in
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.choices import KEPT
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory, is_demonstration
 from tidemill.common.wire.segments import UnreadAnswer
 from tidemill.services.console.commands import TraceOptions
@@ -61,11 +62,8 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
         yield Node("prompt", source.prompt_text, "text")
         of = f"source {source.source}, " if source.source else ""
         yield Node("", f"{len(source.prompt_ids)} tokens, {of}data source {source.data_source or NOTHING}")
-        folder = "eval-groups" if group.lane is Lane.EVAL else "groups"
-        for number, image in enumerate(source.images, 1):
-            size = f"{image.width} x {image.height}, tokens {image.first} to {image.end - 1}"
-            link = f"{folder}/{group.number}/pictures/{image.digest}.png"
-            yield Node(f"picture {number}", f"{size}, images/{image.digest}.png", link=link)
+        for position, image in enumerate(group.prompt_images, 1):
+            yield _picture_line(group, position, image)
         if source.ground_truth is not None:
             yield Node("ground truth", source.ground_truth)
     if is_demonstration(group.number):
@@ -79,6 +77,15 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
     yield Node("issued", words + (f", row {ticket.row} of the data" if ticket.row >= 0 else ""))
     if ticket.replaces >= 0:
         yield Node("replaces", f"ticket {ticket.replaces}", link=f"groups/{ticket.replaces}")
+
+
+def _picture_line(group: GroupRecord, position: int, image: Image) -> Node:
+    folder = "eval-groups" if group.lane is Lane.EVAL else "groups"
+    link = f"{folder}/{group.number}/pictures/{image.digest}.png"
+    fork = f"fork {image.segment}, " if image.segment else ""
+    tokens = f"{fork}tokens {image.first} to {image.end - 1}"
+    text = f"{image.width} x {image.height}, {tokens}, images/{image.digest}.png"
+    return Node(f"picture {position}", text, link=link)
 
 
 def _sample_row(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
@@ -110,6 +117,9 @@ def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = Tru
     if trajectory is not None:
         yield part("generation", _generation_lines(group.ticket, sample))
         yield from session_parts(trajectory)
+        further_pictures = list(_further_picture_lines(group, trajectory))
+        if further_pictures:
+            yield part("pictures of the session", further_pictures)
         if with_text and (trajectory.session is None or not trajectory.session.messages):
             if trajectory.thought:
                 yield part("thought", Node("", trajectory.thought, "text"))
@@ -245,6 +255,16 @@ def session_parts(trajectory: Trajectory) -> Iterator[Node]:
     assert trajectory.session is not None
     unread = map(_unread, trajectory.session.unread)
     yield part("session", _session_lines(trajectory, facts), turns, forks, _said(record), unread)
+
+
+def _further_picture_lines(group: GroupRecord, trajectory: Trajectory) -> Iterator[Node]:
+    """A line for each picture that a session shows beside those of the row, at its first place; numbered by
+    the places of all, as on the page of the group."""
+    listed = {image.digest for image in group.prompt_images}
+    for position, image in enumerate(trajectory.images, 1):
+        if image.digest not in listed:
+            listed.add(image.digest)
+            yield _picture_line(group, position, image)
 
 
 UNREAD = {

@@ -356,7 +356,8 @@ def trace(
     try:
         with torch.no_grad(), _writes_go_to(record):
             loaded = load(tensors)
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    # What torch raises where code reads a value of a tensor that has none.
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"the model's loader cannot be followed: {error}") from error
     return HeldWeights(pieces), set(loaded or ())
 

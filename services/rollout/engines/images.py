@@ -2,24 +2,22 @@
 
 Pixels come from the processor that the trainer uses, so both sides compute from the same tensors, bit for
 bit. Those of a picture are made once for all prompts that have it, such as the turns of a session, and joined
-once for all requests of one prompt. Ids that stand for pixels are never
-sampled: they are left out of the distribution, here and in the trainer, so logprobs stay those of the
-distribution that is sampled from.
+once for all requests of one prompt. Ids that stand for pixels are never sampled: they are left out of the
+distribution, here and in the trainer, so logprobs stay those of the distribution that is sampled from.
 
 Shapes: U distinct prompts, T tokens.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import BrokenImageError
 from tidemill.common.images.processor import PictureProcessor, load_processor
+from tidemill.common.images.recent import Recent
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.services.rollout.engines.engine import GenerationRequest, Picture
 
@@ -69,10 +67,7 @@ class PromptImages:
         self.processor: PictureProcessor = load_processor(config.model.path, config.images)
         self._kept: WeakValueDictionary[tuple[str, ...], Pixels] = WeakValueDictionary()
         """Lives as long as a request has them."""
-        self._of_pictures: OrderedDict[str, Pixels] = OrderedDict()
-        """By digest, those that were used last."""
-        self._num_bytes = 0
-        self._lock = Lock()
+        self._of_pictures = Recent[Pixels](CACHED_BYTES)
         self._in_making: dict[tuple[str, ...], asyncio.Task[Pixels]] = {}
 
     @property
@@ -127,11 +122,9 @@ class PromptImages:
     def _pixels_of_one(self, picture: Picture) -> Pixels:
         """Those of one picture. Two threads may make the same at once, which does no harm."""
         digest = picture.image.digest
-        with self._lock:
-            pixels = self._of_pictures.get(digest)
-            if pixels is not None:
-                self._of_pictures.move_to_end(digest)
-                return pixels
+        recent = self._of_pictures.get(digest)
+        if recent is not None:
+            return recent
         try:
             tensors = self.processor.pixels([picture.png])
             num_tokens = self.processor.num_tokens([picture.png])
@@ -140,13 +133,7 @@ class PromptImages:
                 raise
             raise BrokenImageError(f"the image processor refuses a picture: {error}") from error
         pixels = Pixels((digest,), tensors, tuple(num_tokens))
-        with self._lock:
-            if digest not in self._of_pictures:
-                self._num_bytes += pixels.num_bytes
-            self._of_pictures[digest] = pixels
-            while self._num_bytes > CACHED_BYTES and len(self._of_pictures) > 1:
-                _, oldest = self._of_pictures.popitem(last=False)
-                self._num_bytes -= oldest.num_bytes
+        self._of_pictures.keep(digest, pixels, pixels.num_bytes)
         return pixels
 
     def _check_tokens(self, request: GenerationRequest, num_tokens: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.decoding import DecodingRow, RouteRecorder, decode_batch
 from tidemill.services.rollout.engines.engine import GenerationRequest, StopTexts
@@ -27,7 +28,8 @@ LEAST_GAP = 1e-3
 ROUNDINGS = 8
 """The median token may differ by the first, in nats, or by so many rounding errors of the model's numbers:
 what has another state differs by tenths. The median, for in a mixture a token may go to another expert."""
-FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""What a model's code, and torch in it, raise where rows of a batch do not fit together."""
 
 
 def takes_all_lengths(model: Any) -> bool:
@@ -62,6 +64,8 @@ def _problem(model: Any, one_length: bool) -> str:
         decode_batch(model, rows, frozenset(), RouteRecorder(()), one_length)
         gaps = torch.cat([_gaps(model, row) for row in rows])
     except FAILURES as error:
+        if is_machine_fault(error):  # torch gets no memory: that says nothing of the model
+            raise
         return f"it fails ({' '.join(repr(error).split())[:200]})"
     finally:
         loop.close()

@@ -40,15 +40,15 @@ from tidemill.services.rollout.environments.environment import (
     invalid_call,
     row_of,
 )
+from tidemill.services.rollout.environments.picture_environment import PictureEnvironment
 from tidemill.services.rollout.environments.recorded import DifferentAnswerError, RecordedEnvironment
-from tidemill.services.rollout.environments.seen import SeenEnvironment
 from tidemill.services.rollout.environments.session_time import SessionTime
 from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
 from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
 from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.picture_parts import (
     fill_places,
-    is_seen,
+    has_picture,
     joined_parts,
     references_in,
     size_of,
@@ -144,7 +144,7 @@ class EnvironmentPlayer(Player):
             await self.containers.end(name)
             raise
         # Before answers are recorded: pixels are never in Redis.
-        environment = SeenEnvironment(environment, self.pictures, session_time)
+        environment = PictureEnvironment(environment, self.pictures, session_time)
         if kind.resumes:
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
@@ -435,7 +435,7 @@ def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, A
     for index in reversed(range(len(changed))):
         if changed[index].get("role") == "user":
             content: Any = changed[index].get("content")
-            if is_seen(content):
+            if has_picture(content):
                 content = joined_parts([*content, {"type": TEXT_PART, "text": text}])
             else:
                 content = content_text(content) + text

@@ -1,9 +1,9 @@
 """Questions and answers in one form, whichever API a client uses.
 
 Messages are kept in the form of OpenAI's chat, with text as a string; where there are pictures, as a list of
-parts (`sessions/picture_parts.py`). They are compared by `identity`, which
-does not depend on what clients do to a history that they send back: text as a list of parts, null for no
-text, new ids of calls, arguments written as other JSON, dropped reasoning.
+parts (`sessions/picture_parts.py`). They are compared by `identity`, which does not depend on what clients do
+to a history that they send back: text as a list of parts, null for no text, new ids of calls, arguments
+written as other JSON, dropped reasoning.
 
 Answers are sampled freely, by `rollout.sampling`, as they are trained. A client that wishes a form validates
 the answer and asks again, so wishes are counted and not obeyed, or refused if the config says so.
@@ -20,7 +20,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from tidemill.common.data.image_columns import IMAGE_PART, TEXT_PART
 from tidemill.common.wire.codec import sendable
 from tidemill.services.rollout.sessions.chat import call_of
-from tidemill.services.rollout.sessions.picture_parts import is_seen, joined_parts
+from tidemill.services.rollout.sessions.picture_parts import has_picture, joined_parts
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -48,7 +48,7 @@ READ = frozenset(
     ]
 )
 """Fields that are obeyed, refused, or counted as wishes."""
-SHOWING = ("user", "tool")
+PICTURE_ROLES = ("user", "tool")
 """Roles whose messages may have pictures."""
 IMAGE_KINDS = ("image_url", "input_image", "image")
 """Parts that are pictures: of OpenAI's chat, of its Responses, and of Anthropic."""
@@ -208,7 +208,7 @@ def messages_of(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Messa
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
         plain: Message = {"role": ROLES[role], "content": content_of(message.get("content"), where)}
-        if role not in SHOWING and is_seen(plain["content"]):
+        if role not in PICTURE_ROLES and has_picture(plain["content"]):
             raise RequestError(
                 f"{where} has a picture, and its role is {role}; pictures may be in messages of the user and "
                 "in results of tools"

@@ -308,6 +308,7 @@ async def _body(request: Request, session: GatewaySession) -> Body:
         is_asked = not request.url.path.endswith(COUNT)
         raise session.too_long(f"more than {most_bytes:,} bytes", is_asked)
     try:
+        # On the loop, 60 MB of pictures for 0.1 s: on a thread it would hold the interpreter as long.
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request is not JSON: {error}") from None

@@ -26,7 +26,7 @@ def picture_in(item: Any) -> Any:
     return item.get("picture") if isinstance(item, Mapping) and item.get("type") == IMAGE_PART else None
 
 
-def is_seen(content: Any) -> bool:
+def has_picture(content: Any) -> bool:
     """Whether the content of a message has a picture, taken in or not."""
     return bool(pictures_in({"content": content}))
 

@@ -29,6 +29,7 @@ from tidemill.common.errors import BrokenImageError, ConfigError, StoreError
 from tidemill.common.files import StorageError
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
+from tidemill.common.images.recent import Recent
 from tidemill.common.images.sources import WEB, ImageSource, parse_source
 from tidemill.common.images.store import ImageStore, read_images, waiting
 from tidemill.common.process.shortage import is_machine_fault, run_on_thread
@@ -60,9 +61,7 @@ class SessionPictures:
         self._processor = processor
         self._references: OrderedDict[str, Reference] = OrderedDict()
         """By label and digest of the bytes that came in."""
-        self._files: OrderedDict[str, bytes] = OrderedDict()
-        """By digest."""
-        self._num_file_bytes = 0
+        self._files = Recent[bytes](CACHED_BYTES)
         self._lock = Lock()
 
     @classmethod
@@ -110,17 +109,19 @@ class SessionPictures:
         files: dict[str, bytes] = {}
         missing = []
         for image in images:
-            png = self._kept(image.digest)
+            png = self._files.get(image.digest)
             if png is None:
                 missing.append(image)
             else:
                 files[image.digest] = png
-        # Else no thread: those of the store may all wait for it.
+        # Where none is missing no thread is asked: while the store is away, all may wait for it.
         if missing:
-            for image, png in zip(missing, await read_images(self._store, missing), strict=True):
-                self._keep(image.digest, png)
-                files[image.digest] = png
+            read = await read_images(self._store, missing)
+            # Before they are kept: who finds a picture in memory may expand it at once.
             await self.count_tokens([(image.width, image.height) for image in missing])
+            for image, png in zip(missing, read, strict=True):
+                self._files.keep(image.digest, png, len(png))
+                files[image.digest] = png
         for image in images:
             # A program that sends a picture of its row back means this one, whatever its library makes of it.
             self._note(f"PNG:{image.digest}", reference_to(image))
@@ -185,7 +186,7 @@ class SessionPictures:
             "width": stored.width,
             "height": stored.height,
         }
-        self._keep(digest, stored.png)
+        self._files.keep(digest, stored.png, len(stored.png))
         self._note(key, reference)
         return reference
 
@@ -205,22 +206,6 @@ class SessionPictures:
             self._references[key] = reference
             if len(self._references) > MOST_NOTED:
                 self._references.popitem(last=False)
-
-    def _kept(self, digest: str) -> bytes | None:
-        with self._lock:
-            png = self._files.get(digest)
-            if png is not None:
-                self._files.move_to_end(digest)
-            return png
-
-    def _keep(self, digest: str, png: bytes) -> None:
-        with self._lock:
-            if digest not in self._files:
-                self._num_file_bytes += len(png)
-            self._files[digest] = png
-            while self._num_file_bytes > CACHED_BYTES and len(self._files) > 1:
-                _, oldest = self._files.popitem(last=False)
-                self._num_file_bytes -= len(oldest)
 
 
 def _source_of(picture: Any) -> ImageSource:

@@ -149,9 +149,9 @@ def open_pretrained(
         model, info = model_class.from_pretrained(
             None, config=own_config, state_dict=dict(files), output_loading_info=True, **options
         )
-    # Code of a model that reads values as it is made, which are not there yet (torch raises the last two for
-    # that), or that was written for another release of transformers.
-    except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
+    # Code of a model that reads values as it is made, which are not there yet (torch raises a RuntimeError),
+    # or that was written for another release of transformers.
+    except (AttributeError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UnclearError(f"{model_class.__name__} cannot be made without weights: {reason}") from error
     model.config.name_or_path = path

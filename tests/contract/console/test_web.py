@@ -238,8 +238,15 @@ async def test_pictures_of_a_history_that_was_scored_again_are_those_of_its_run(
     assert (await site.get(address)).content == png
 
 
-async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(site, broker, keys, tmp_path):
-    store = ImageStore(tmp_path / keys.run_id)
+@pytest.mark.parametrize("is_scored_again", [False, True])
+async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(
+    site, broker, keys, tmp_path, is_scored_again: bool
+):
+    """A history that was scored again has no tickets, and another run's pictures."""
+    run_with_pictures = "first" if is_scored_again else keys.run_id
+    (tmp_path / run_with_pictures).mkdir(exist_ok=True)
+    await update_state(broker, keys, **{PICTURES_OF: run_with_pictures})
+    store = ImageStore(tmp_path / run_with_pictures)
     first_png = file_of(noise(56, 40, 0))
     later_png = file_of(noise(30, 20, 1))
     ticket = seeing_question(6, store, first_png)
@@ -261,7 +268,8 @@ async def test_pictures_that_a_session_shows_later_stand_beside_its_completion(s
     ]
     sample = completion(6, 0, "").model_copy(update={"prompt_ids": ticket.prompt_ids})
     sample = as_session(sample, messages=tuple(messages)).model_copy(update={"images": images})
-    await append_numbered(broker, keys.prompts(), [(6, ticket)])
+    if not is_scored_again:
+        await append_numbered(broker, keys.prompts(), [(6, ticket)])
     await append(broker, keys.trajectories(), sample)
     address = f"/run/{keys.run_id}/groups/6/pictures"
     of_later = f'src="{address}/{later.digest}.png" alt="Picture 2"'

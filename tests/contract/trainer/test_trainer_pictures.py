@@ -14,6 +14,7 @@ from tests.support.picture_samples import png_of
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
+from tests.support.vision import image_of
 from tests.support.whole_trainer import run, trainer_context
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.config import RunConfig
@@ -140,16 +141,9 @@ class Sessions:
         """Tokens of an answer that begins at token `first`, and the picture in it."""
         png = png_of(seed, 84, 56)
         ids, ((start, count),) = self.processor.expand([5, self.processor.placeholder_id, 6], [png])
-        image = Image(
-            digest=self.store.put(png),
-            num_bytes=len(png),
-            width=84,
-            height=56,
-            first=first + start,
-            num_tokens=count,
-            segment=segment,
-        )
-        return tuple(ids.tolist()), image
+        self.store.put(png)
+        image = image_of(png, first + start, count)
+        return tuple(ids.tolist()), image.model_copy(update={"segment": segment})
 
     def answer(self, ticket: Ticket, index: int, is_wrong: bool = False) -> Trajectory:
         prompt = tuple(ticket.prompt_ids.tolist())

@@ -256,7 +256,7 @@ async def test_a_game_that_shows_a_picture_in_its_second_turn_is_checked_trained
     )
     config_file = tmp_path / "game.yaml"
     config_file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert "[1 pictures]" in tidemill(tmp_path, "check", str(config_file))
+    assert "[pictures: 1]" in tidemill(tmp_path, "check", str(config_file))
     async with ServiceRun(tmp_path, config, "game") as run:
         run.start_all()
         assert await run.wait("trainer") == 0, run.log_of("trainer")

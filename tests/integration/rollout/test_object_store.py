@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import tiny_model
-from tests.support.pictures import image_of, noise_png
+from tests.support.pictures import noise_png
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port, listening
@@ -22,6 +22,7 @@ from tests.support.training import assert_nothing_lost
 from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
+from tests.support.vision import image_of
 from tests.support.waiting import wait_until
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import (

@@ -124,6 +124,17 @@ def test_a_model_whose_library_mixes_lengths_up_decodes_them_apart(monkeypatch):
     assert not takes_all_lengths(make_model("MiniMax", **SMALL)), "the trial finds it too"
 
 
+def test_a_machine_without_memory_is_no_fault_of_the_model(monkeypatch):
+    def fail(*args: Any) -> None:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: Error code 12 (Cannot allocate memory)"
+        )
+
+    monkeypatch.setattr(trial, "decode_batch", fail)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        takes_all_lengths(make_model("Lfm2", **SMALL))
+
+
 @pytest.mark.parametrize("family", STATELESS_BATCHES)
 async def test_what_cannot_be_sampled_is_refused_by_name_at_the_start(family, tmp_path, monkeypatch):
     kind = saved(family, tmp_path).config.model_type

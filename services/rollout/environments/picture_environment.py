@@ -16,7 +16,7 @@ from tidemill.services.rollout.environments.environment import (
     Row,
 )
 from tidemill.services.rollout.environments.session_time import SessionTime
-from tidemill.services.rollout.sessions.picture_parts import is_seen, references_in
+from tidemill.services.rollout.sessions.picture_parts import has_picture, references_in
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
@@ -27,7 +27,7 @@ NO_SECTION = (
 )
 
 
-class SeenEnvironment(Environment):
+class PictureEnvironment(Environment):
     """Raises EnvironmentFaultError where a picture is none that is taken, or the run has no pictures."""
 
     def __init__(
@@ -61,19 +61,19 @@ class SeenEnvironment(Environment):
         await self._inner.close()
 
     async def _taken(self, messages: Sequence[Mapping[str, Any]], kind: str) -> Sequence[Mapping[str, Any]]:
-        if not any(is_seen(message.get("content")) for message in messages):
+        if not any(has_picture(message.get("content")) for message in messages):
             return messages
         if self._pictures is None:
             raise EnvironmentFaultError(NO_SECTION, kind)
         try:
             with self._time.stopped():
-                seen = [await self._pictures.take_message(message) for message in messages]
+                stored = [await self._pictures.take_message(message) for message in messages]
         except BrokenImageError as error:
             raise EnvironmentFaultError(f"a picture that the environment shows: {error}", kind) from error
         # Those of the row are for the first prompt alone.
-        if kind != "reset" and any("digest" not in item for item in references_in(seen)):
+        if kind != "reset" and any("digest" not in item for item in references_in(stored)):
             raise EnvironmentFaultError(
                 "what the environment shows: a part of type image has no picture; give it one, under `image`",
                 kind,
             )
-        return seen
+        return stored
