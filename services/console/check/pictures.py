@@ -7,7 +7,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import DEFAULT_RANK_TOKENS
 from tidemill.common.data.dataset import Row
 from tidemill.common.data.image_columns import IMAGES
-from tidemill.common.data.prompt_lengths import chat_messages
+from tidemill.common.data.prompt_text import chat_messages
 from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.common.images.door import ImageDoor
 from tidemill.common.images.families import family_of
