@@ -5,7 +5,6 @@ from typing import Any
 
 from tidemill.common.config.data import DataConfig
 from tidemill.common.data.dataset import ChatMessage, Row
-from tidemill.common.data.image_columns import TEXT_PART, text_of, with_parts
 from tidemill.common.errors import ConfigError
 
 
@@ -19,7 +18,12 @@ def plain_prompt(row: Row, data: DataConfig) -> str:
     if isinstance(row.prompt, str):
         return row.prompt + data.prompt_suffix
     if len(row.prompt) == 1:
-        return f"{text_of(row.prompt[0]['content'])}{data.prompt_suffix}"
+        content = row.prompt[0]["content"]
+        if data.has_images:
+            from tidemill.common.data.image_columns import text_of
+
+            content = text_of(content)
+        return f"{content}{data.prompt_suffix}"
     raise ConfigError(
         f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
         "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
@@ -37,6 +41,8 @@ def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
     prompt = row.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if data.has_images:
+        from tidemill.common.data.image_columns import with_parts
+
         messages = with_parts(messages, len(row.images))
     if data.prompt_suffix:
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -54,7 +60,11 @@ def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
 
 def _content(text: str, data: DataConfig) -> Any:
     """A text as the content of a message, or as its end."""
-    return [{"type": TEXT_PART, "text": text}] if data.has_images else text
+    if not data.has_images:
+        return text
+    from tidemill.common.data.image_columns import text_part
+
+    return text_part(text)
 
 
 def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
