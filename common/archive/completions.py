@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tidemill.common.archive import archive_folder, stream_folder
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.data.data_files import Located, open_rows
+from tidemill.common.data.data_files import open_rows
 from tidemill.common.data.dataset import Opener
-from tidemill.common.data.image_columns import NOT_IMITATED
+from tidemill.common.data.row_file import Located
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.images.no_pictures import NOT_IMITATED
 from tidemill.common.streams.entries import Entry
 from tidemill.common.streams.selection import Selection, StreamName
 from tidemill.common.wire.messages import Score, Trajectory, TrajectoryKey, fault_of

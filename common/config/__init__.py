@@ -1,8 +1,6 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from tidemill.common.config.algorithm import AlgorithmConfig as AlgorithmConfig
-from tidemill.common.config.changes import FieldChange as FieldChange
-from tidemill.common.config.changes import changed_fields as changed_fields
 from tidemill.common.config.data import CurriculumConfig as CurriculumConfig
 from tidemill.common.config.data import DataConfig as DataConfig
 from tidemill.common.config.data import SourceConfig as SourceConfig

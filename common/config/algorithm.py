@@ -1,8 +1,8 @@
 """The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
 
 Every combination of options that would not do what it says is refused here, with the reason. An advantage
-and a loss are a file each, in `algorithms/advantages` and `algorithms/losses`, with equation, paper, traits
-and the settings that they add to this section; docs/algorithms.md says which to choose.
+and a loss are a file each in `algorithms/`, with equation, paper, traits and the settings that they add to
+this section; docs/algorithms.md says which to choose.
 """
 
 import difflib

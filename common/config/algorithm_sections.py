@@ -1,5 +1,5 @@
 """The sections of `trainer.algorithm` that all algorithms read: corrections of the ratio, further terms,
-and what shapes rewards. Those of single losses are in their files (`algorithms/losses/`)."""
+and what shapes rewards. Those of single ones are in their files (`algorithms/with_settings/`)."""
 
 from typing import Annotated, Any, Literal
 

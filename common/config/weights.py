@@ -1,8 +1,13 @@
 """The `weights` section: how versions are written, and where workers find them."""
 
+import os
+
 from pydantic import Field
 
 from tidemill.common.config.section import Section
+
+URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
+"""Variable with an address that wins over `url`."""
 
 
 class WeightsConfig(Section):
@@ -16,3 +21,8 @@ class WeightsConfig(Section):
     url: str = Field("", pattern=r"^((https?|s3|gs|az)://[^\s?#]+)?$")
     """Where rollout workers read versions; empty: the run's folder; `http://head:8200`, from
     `python -m tidemill.services.trainer.weight_server`; `s3://bucket/folder`. TIDEMILL_WEIGHTS_URL wins."""
+
+    @property
+    def address(self) -> str:
+        """That of the environment, else `url`."""
+        return os.environ.get(URL_VARIABLE) or self.url

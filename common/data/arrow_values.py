@@ -5,10 +5,10 @@ a map as pairs. Guarantees: a value is the one that was written, and no part of 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tidemill.common.data.json_values import parse_json
+from tidemill.common.data.row_file import check_names, parse_json
 
 Convert = Callable[[Any], Any]
 
@@ -37,13 +37,6 @@ def converter_of(kind: Any) -> Convert | None:
     if hasattr(kind, "value_type"):  # lists of any kind
         return _converter_of_list(kind)
     return None
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError: two columns have one name, so that one of them would hide the other."""
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"more than one column is called {repeated[0]!r}; rename all but one")
 
 
 def convert(converter: Convert | None, value: Any) -> Any:

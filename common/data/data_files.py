@@ -1,4 +1,4 @@
-"""Reads rows from files, datasets of the Hugging Face hub, and Python code.
+"""Reads rows from files, datasets of the Hugging Face hub, and Python code; tables by `arrow_tables.py`.
 
 Each row comes with its origin (such as file and line), for messages. JSONL, datasets of the hub
 (`hub:OWNER/NAME`, optionally with `/CONFIG` and `@SPLIT`, split `train` otherwise) and folders of
@@ -14,19 +14,16 @@ import os
 import re
 import runpy
 import sys
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tidemill.common.data.arrow_values import Convert, check_names, convert, converter_of
-from tidemill.common.data.json_values import parse_json
+from tidemill.common.data.row_file import Located, RowFile, check_names, in_words, parse_json
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
-from tidemill.common.run.hub import told_while_waiting
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -39,26 +36,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB = "hub:"
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """One of these files is in a folder of `save_to_disk`: of one dataset, or of its splits."""
-_HUB_NAME = re.compile(r"hub:(?P<name>[^/@]+(?:/[^/@]+)?)(?:/(?P<config>[^/@]+))?(?:@(?P<split>.+))?")
 _USERS_ROWS = re.compile(r"\.py:[A-Za-z_][\w.]*$")
-
-Located = tuple[str, dict[str, Any]]
-"""A row's origin, for messages, and its columns."""
-
-
-class RowFile(ABC):
-    """A file whose rows can be read in any order."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> Located:
-        """Row number `index`, read from the file now."""
-
-    def __iter__(self) -> Iterator[Located]:
-        return (self[index] for index in range(len(self)))
 
 
 class JsonlFile(RowFile):
@@ -96,41 +74,6 @@ class JsonlFile(RowFile):
         return status.st_mtime_ns, status.st_size
 
 
-class TableFile(RowFile):
-    """A table that the package `datasets` has opened; `path` names it in messages."""
-
-    def __init__(self, path: str, open_it: Callable[[Any], Any]) -> None:
-        """`open_it` gets the package.
-
-        Raises:
-            ConfigError: the package is not installed, or it cannot open this.
-        """
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(
-                f"dataset {path} needs the package datasets, which is not installed here: "
-                "pip install 'tidemill[datasets]'"
-            ) from None
-        self.path = path
-        try:
-            # As Arrow's values: the package's own reading of JSON rounds numbers. And a folder of
-            # `save_to_disk` may ask for tensors, or for some of its columns only.
-            self._table = open_it(datasets).with_format("arrow")
-            self._converters = _converters_of(self._table.data.schema)
-        except Exception as error:  # the library raises its own, OSErrors, and those of several HTTP clients
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(f"dataset {path} cannot be opened: {lines[0]}") from None
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Located:
-        origin = f"{self.path} row {index}"
-        (columns,) = self._table[index].to_pylist()
-        return origin, _convert_columns(self._converters, columns, origin)
-
-
 def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
     """One path or several as a list, with patterns such as `data/*.parquet` expanded, sorted by name.
 
@@ -164,7 +107,9 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
         OSError: it cannot be read.
     """
     if is_hub_dataset(path):
-        return _open_hub_dataset(path)
+        from tidemill.common.data.arrow_tables import open_hub_dataset, open_saved
+
+        return open_hub_dataset(path) if path.startswith(HUB) else open_saved(path, *split_of(path))
     if _USERS_ROWS.search(path):
         rows = _read_users_rows(path)
     else:
@@ -172,13 +117,12 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
         suffix = _suffix_of(file)
         if suffix in JSONL and not (suffix == ".json" and _is_document(file)):
             return JsonlFile(file)
-        if suffix in PARQUET and is_streamed:
-            # Converted once, into the cache of datasets.
-            return TableFile(path, lambda ds: ds.load_dataset("parquet", data_files=path, split="train"))
         if suffix in TABLES:
             rows = _read_table(file)
         elif suffix in PARQUET:
-            rows = _read_parquet(file)
+            from tidemill.common.data.arrow_tables import open_parquet
+
+            return open_parquet(file, is_streamed)
         else:
             rows = _read_document(file)
     if is_streamed:
@@ -206,36 +150,6 @@ def is_hub_dataset(path: str) -> bool:
     """Whether the package `datasets` has to open this path."""
     folder = Path(split_of(path)[0])
     return path.startswith(HUB) or any((folder / name).is_file() for name in SAVED)
-
-
-def _open_hub_dataset(path: str) -> TableFile:
-    """A dataset of the hub, downloaded unless it is cached, or a folder of `save_to_disk`."""
-    if not path.startswith(HUB):
-        return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
-    match = _HUB_NAME.fullmatch(path)
-    if match is None:
-        raise ConfigError(
-            f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
-            "as hub:openai/gsm8k/main@train."
-        )
-    name = match["name"]
-    config = match["config"]
-    split = match["split"] or "train"
-
-    def load(datasets: Any) -> Any:
-        with told_while_waiting(path):
-            return datasets.load_dataset(name, config, split=split)
-
-    return TableFile(path, load)
-
-
-def _saved(datasets: Any, folder: str, split: str) -> Any:
-    dataset = datasets.load_from_disk(folder)
-    if isinstance(dataset, datasets.DatasetDict):
-        return dataset[split or "train"]
-    if split:
-        raise ValueError(f"it has no splits, so it has no {split!r}")
-    return dataset
 
 
 def _suffix_of(file: Path) -> str:
@@ -321,44 +235,6 @@ def _read_table(file: Path) -> Iterator[Located]:
             yield origin, {name: value or None for name, value in row.items()}
 
 
-def _read_parquet(file: Path) -> Iterator[Located]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            converters = _converters_of(table.schema_arrow)
-            number = 0
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    origin = f"{file} row {number}"
-                    yield origin, _convert_columns(converters, row, origin)
-                    number += 1
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"dataset {file} cannot be read: {error}.") from None
-
-
-def _converters_of(schema: Any) -> dict[str, Convert | None]:
-    """Column -> how its values become plain ones. Raises ValueError: two columns have one name."""
-    check_names(schema.names)
-    return {field.name: converter_of(field.type) for field in schema}
-
-
-def _convert_columns(
-    converters: Mapping[str, Convert | None], columns: Mapping[str, Any], origin: str
-) -> dict[str, Any]:
-    """The columns of a row as plain values. Raises ConfigError: one of them is damaged."""
-    plain = {}
-    for name, value in columns.items():
-        try:
-            plain[name] = convert(converters[name], value)
-        except ValueError as error:
-            raise ConfigError(f"{origin}: column {name!r} cannot be read: {error}.") from None
-    return plain
-
-
 def _read_users_rows(reference: str) -> Iterator[Located]:
     file, _, name = reference.rpartition(":")
     if not Path(file).is_file():
@@ -380,13 +256,3 @@ def _read_users_rows(reference: str) -> Iterator[Located]:
             yield f"{reference} row {number}", dict(row)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"dataset {reference} cannot be read: {type(error).__name__}: {error}.") from error
-
-
-def in_words(value: Any) -> str:
-    """Describes a value in a message: its type, and the beginning of its `repr`."""
-    if value is None:
-        return "null"
-    number = "a number"
-    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
-    text = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"

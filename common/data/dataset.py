@@ -17,24 +17,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tidemill.common.data.data_files import Located, RowFile, files_of, folder_of, in_words, open_rows
-from tidemill.common.data.image_columns import (
-    IMAGES,
-    NO_SECTION,
-    NOT_IMITATED,
-    check_no_pictures,
-    column_of,
-    in_order,
-    parse_parts,
-    read_column,
-    text_of,
-)
+from tidemill.common.data.data_files import files_of, folder_of, open_rows
+from tidemill.common.data.row_file import Located, RowFile, in_words
 from tidemill.common.errors import ConfigError
-from tidemill.common.images.sources import ImageSource, looks_like_pictures
+from tidemill.common.images.no_pictures import NO_SECTION, NOT_IMITATED, check_no_pictures
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
     from tidemill.common.config.data import DataConfig, SourceConfig
+    from tidemill.common.data.image_columns import PictureColumns
+    from tidemill.common.images.sources import ImageSource
 
 PROMPT = "prompt"
 """The column with the prompt; also the key in `extra` of a prompt that is a chat."""
@@ -76,7 +68,7 @@ class Row:
     origin: str
     source: str = ""
     completion: str | list[ChatMessage] | dict[str, Any] | None = None
-    images: tuple[ImageSource, ...] = ()
+    images: "tuple[ImageSource, ...]" = ()
 
 
 class StreamedRows(Sequence[Row]):
@@ -181,8 +173,8 @@ def read_rows(
     def parse(located: Located, number: int, folder: Path) -> Row:
         if source is not None and source.is_imitated:
             return _of_source(parse_demonstration(located, number, data.columns), source)
-        pictures_from = folder if data.has_images else None
-        row = parse_row(located, number, data.columns, data.needs_truth, pictures_from)
+        pictures = _open_pictures(folder) if data.has_images else None
+        row = parse_row(located, number, data.columns, data.needs_truth, pictures)
         return _of_source(row, source)
 
     rows: list[Row] = []
@@ -210,6 +202,13 @@ def read_rows(
     return StreamedRows(files, folders, parse, max_rows) if is_streamed else rows
 
 
+def _open_pictures(folder: Path) -> "PictureColumns":
+    # A run of text imports nothing of it.
+    from tidemill.common.data.image_columns import PictureColumns
+
+    return PictureColumns(folder)
+
+
 def _of_source(row: Row, source: "SourceConfig | None") -> Row:
     if source is None:
         return row
@@ -233,7 +232,7 @@ def parse_row(
     number: int,
     names: Mapping[Any, str],
     needs_truth: bool,
-    pictures_from: Path | None = None,
+    pictures: "PictureColumns | None" = None,
 ) -> Row:
     """Make a row from its columns.
 
@@ -242,7 +241,7 @@ def parse_row(
         number: number of the row.
         names: `data.columns`.
         needs_truth: whether a row without a ground truth is refused.
-        pictures_from: the folder that paths of pictures are relative to; None where the run has no pictures.
+        pictures: reads the pictures of a row; None where the run has none.
 
     Raises:
         ConfigError: it lacks something, or has pictures in a run without.
@@ -250,21 +249,18 @@ def parse_row(
     origin = located[0]
     columns = _renamed(located[1], names, located[0])
     _check_text(columns, origin)
-    if pictures_from is None:
+    if pictures is None:
         check_no_pictures(columns, origin, NO_SECTION)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns)
-    prompt, pictures_in_parts = _parse_prompt(columns[column], column, origin, pictures_from)
+    prompt, pictures_in_parts = _parse_prompt(columns[column], column, origin, pictures)
     reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     images: tuple[ImageSource, ...] = ()
-    if pictures_from is not None:
-        images_column = column_of(columns)
-        pictures = read_column(columns[images_column], pictures_from) if images_column else []
-        images = in_order(pictures_in_parts, pictures)
+    if pictures is not None:
+        images = pictures.of_row(columns, pictures_in_parts)
         # Never in `extra`, which goes through Redis.
-        reserved |= {images_column, names.get(IMAGES[0], "").partition(".")[0]}
-        reserved |= {name for name, value in columns.items() if looks_like_pictures(value)}
+        reserved |= pictures.names(columns, names)
     if _is_gsm8k(columns, column):
         columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
         reserved.discard("question")
@@ -277,7 +273,8 @@ def parse_row(
     others = {name: value for name, value in columns.items() if name not in reserved and value is not None}
     if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
-        columns = {"answer": text_of(prompt[-1]["content"])} | columns
+        answer = prompt[-1]["content"]
+        columns = {"answer": pictures.text_of(answer) if pictures else answer} | columns
         prompt = prompt[:-1]
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
@@ -358,8 +355,8 @@ def _final_answer(answer: str, origin: str) -> str:
 
 
 def _parse_prompt(
-    prompt: Any, column: str, origin: str, pictures_from: Path | None = None
-) -> tuple[str | list[ChatMessage], list[ImageSource | None]]:
+    prompt: Any, column: str, origin: str, pictures: "PictureColumns | None" = None
+) -> "tuple[str | list[ChatMessage], list[ImageSource | None]]":
     """The prompt, and the picture of each part of type `image` in it: None where it is in another column."""
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -368,7 +365,7 @@ def _parse_prompt(
     if not isinstance(prompt, list) or not prompt:
         raise _wrong(origin, column, "text or a list of chat messages", prompt)
     messages = []
-    pictures: list[ImageSource | None] = []
+    sources: list[ImageSource | None] = []
     for position, message in enumerate(prompt):
         where = f"{column}[{position}]"
         if not isinstance(message, dict):
@@ -377,17 +374,17 @@ def _parse_prompt(
         parsed = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
         if isinstance(content, list) and content:
-            if pictures_from is None:
+            if pictures is None:
                 wrong = _wrong(origin, f"{where}.content", "text", content)
                 raise ConfigError(f"{wrong} Pictures need the section `images`.")
-            parsed["content"], sources = parse_parts(content, f"{origin}: {where}", pictures_from)
-            pictures += sources
+            parsed["content"], of_message = pictures.parse_parts(content, f"{origin}: {where}")
+            sources += of_message
         elif not isinstance(content, str):
             raise _wrong(origin, f"{where}.content", "text", content)
         if not isinstance(message.get("role"), str):
             raise _wrong(origin, f"{where}.role", "text", message.get("role"))
         messages.append(parsed)
-    return messages, pictures
+    return messages, sources
 
 
 def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: bool) -> Any:

@@ -11,25 +11,44 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import BrokenImageError, ConfigError
-from tidemill.common.images.sources import ImageSource, looks_like_pictures, names_pictures, parse_source
+from tidemill.common.images.no_pictures import IMAGES, looks_like_pictures
+from tidemill.common.images.sources import ImageSource, parse_source
 
-IMAGES = ("images", "image")
-"""The first of these columns that a row has holds its pictures."""
 MARK = "<image>"
 """Stands for a picture in the texts of verl's data sets."""
-NO_SECTION = (
-    "the run has no section `images`: add `images: {}` to train a model that sees, or leave the column out "
-    "of the file"
-)
-NOT_IMITATED = (
-    "demonstrations with pictures cannot be trained: take rows without them, or make it a source of prompts"
-)
 TEXT_PART = "text"
 IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
 
 Part = dict[str, Any]
 """A part of a message: `type` is `text`, with `text`, or `image`."""
+
+
+class PictureColumns:
+    """Reads the pictures of rows; their paths are relative to the folder `base`."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def parse_parts(self, content: Sequence[Any], where: str) -> tuple[list[Part], list[ImageSource | None]]:
+        """As the function of this name."""
+        return parse_parts(content, where, self._base)
+
+    def of_row(
+        self, columns: Mapping[str, Any], in_parts: Sequence[ImageSource | None]
+    ) -> tuple[ImageSource, ...]:
+        """All pictures of a row by the order of their places; `in_parts` are those of its messages."""
+        name = column_of(columns)
+        return in_order(in_parts, read_column(columns[name], self._base) if name else [])
+
+    def names(self, columns: Mapping[str, Any], names: Mapping[Any, str]) -> set[str]:
+        """The columns with pictures, which must never go through Redis; `names` are `data.columns`."""
+        listed = {column_of(columns), names.get(IMAGES[0], "").partition(".")[0]}
+        return listed | {name for name, value in columns.items() if looks_like_pictures(value)}
+
+    def text_of(self, content: str | Sequence[Part]) -> str:
+        """As the function of this name."""
+        return text_of(content)
 
 
 def column_of(columns: Mapping[str, Any]) -> str:
@@ -109,6 +128,11 @@ def with_parts(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict
     return with_places
 
 
+def text_part(text: str) -> list[Part]:
+    """A text as the content of a message, or as its end."""
+    return [{"type": TEXT_PART, "text": text}]
+
+
 def text_of(content: str | Sequence[Part]) -> str:
     """The text of a message, without its pictures."""
     if isinstance(content, str):
@@ -130,14 +154,6 @@ def marked_text(content: Any, marks: Iterator[str]) -> Any:
 
 def _kind_of(item: Any) -> Any:
     return item.get("type") if isinstance(item, Mapping) else None
-
-
-def check_no_pictures(columns: Mapping[str, Any], origin: str, reason: str) -> None:
-    """Raises ConfigError: a column has pictures, which the model would not see, and whose pixels would go
-    through Redis."""
-    for name, value in columns.items():
-        if looks_like_pictures(value) or (name in IMAGES and names_pictures(value)):
-            raise ConfigError(f"{origin}: column {name!r} holds pictures, and {reason}.")
 
 
 def _count_parts(content: str | Sequence[Part]) -> int:

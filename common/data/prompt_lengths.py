@@ -5,92 +5,17 @@ Needs a model folder with a tokenizer.json.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
-from tidemill.common.data.dataset import ChatMessage, Row, read_training_rows
-from tidemill.common.data.image_columns import TEXT_PART, text_of, with_parts
+from tidemill.common.data.dataset import Row, read_training_rows
+from tidemill.common.data.prompt_text import chat_messages, plain_prompt
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.appended_tokens import num_appended
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.hub import told_while_waiting
-from tidemill.common.run.special_tokens import num_appended
 
 BATCH_ROWS = 1024
 TOKENIZER_FILE = "tokenizer.json"
-
-
-def plain_prompt(row: Row, data: DataConfig) -> str:
-    """The text of a prompt without a chat template. Raises ConfigError: the prompt is a chat."""
-    if row.images:
-        raise ConfigError(
-            f"{row.origin}: it has pictures, whose places only a chat template writes; use "
-            "data.chat_template 'auto' with a model that has one."
-        )
-    if isinstance(row.prompt, str):
-        return row.prompt + data.prompt_suffix
-    if len(row.prompt) == 1:
-        return f"{text_of(row.prompt[0]['content'])}{data.prompt_suffix}"
-    raise ConfigError(
-        f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
-        "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
-    )
-
-
-def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
-    """The row as a chat: system prompt first unless it has its own, suffix on the last question. Where rows
-    may have pictures, contents are lists of parts.
-
-    Raises:
-        ConfigError: there is no question for the suffix.
-        BrokenImageError: there are more or fewer places for pictures than pictures.
-    """
-    prompt = row.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if data.has_images:
-        messages = with_parts(messages, len(row.images))
-    if data.prompt_suffix:
-        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-        if not users:
-            raise ConfigError(
-                f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
-            )
-        last = messages[users[-1]]
-        suffix = _content(data.prompt_suffix, data)
-        messages[users[-1]] = {**last, "content": last["content"] + suffix}
-    if data.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _content(data.system_prompt, data)})
-    return messages
-
-
-def _content(text: str, data: DataConfig) -> Any:
-    """A text as the content of a message, or as its end."""
-    return [{"type": TEXT_PART, "text": text}] if data.has_images else text
-
-
-def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
-    """How prompts above the limit are treated, as text for people; `overlong` has their lengths and origins.
-
-    Raises:
-        ConfigError: `data.overlong_prompts` is `error`, or no prompt would be left.
-    """
-    limit = data.max_prompt_tokens
-    length, origin = overlong[0]
-    longest, _ = max(overlong)
-    if data.overlong_prompts == "error":
-        raise ConfigError(
-            f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {limit:,}. "
-            f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
-            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, "
-            "right or middle, which cut."
-        )
-    if data.overlong_prompts != "drop":
-        return f"cut: {data.overlong_prompts}"
-    if len(overlong) == num_rows:
-        raise ConfigError(
-            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
-            f"is {origin} with {length:,}; nothing is left. Raise the limit."
-        )
-    return "left out"
 
 
 class Ruler:

@@ -19,8 +19,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import BrokenImageError, StoreError
-from tidemill.common.images.pictures import MEDIA_TYPES
-from tidemill.common.images.sources import WEB
+from tidemill.common.images.no_pictures import WEB
+from tidemill.common.images.sources import MEDIA_TYPES
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

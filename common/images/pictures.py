@@ -20,25 +20,6 @@ from tidemill.common.errors import BrokenImageError, ConfigError
 FORM = "png1"
 """Name of this form. Another form of the same picture has another name."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MEDIA_TYPES = {
-    "image/png": "PNG",
-    "image/jpeg": "JPEG",
-    "image/jpg": "JPEG",
-    "image/webp": "WEBP",
-    "image/gif": "GIF",
-    "image/bmp": "BMP",
-    "image/tiff": "TIFF",
-}
-SUFFIXES = {
-    ".png": "PNG",
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".webp": "WEBP",
-    ".gif": "GIF",
-    ".bmp": "BMP",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-}
 PHONE_FORMAT = "MPO"
 """A JPEG file with further pictures behind the first one, such as previews; the first one counts."""
 READERS = (

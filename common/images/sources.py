@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tidemill.common.images.pictures import MEDIA_TYPES, SUFFIXES
+from tidemill.common.images.no_pictures import SUFFIXES, WEB
 
-WEB = ("http", "https")
+MEDIA_TYPES = {
+    "image/png": "PNG",
+    "image/jpeg": "JPEG",
+    "image/jpg": "JPEG",
+    "image/webp": "WEBP",
+    "image/gif": "GIF",
+    "image/bmp": "BMP",
+    "image/tiff": "TIFF",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +62,6 @@ def parse_source(value: Any, base: Path) -> ImageSource:
         if value.get(key) is not None:
             return parse_source(value[key], base)
     return ImageSource(fault=f"it has neither bytes nor a path; its keys are {sorted(map(str, value))}")
-
-
-def looks_like_pictures(value: Any) -> bool:
-    """Whether a column can only hold pictures: bytes with their path, as `datasets` writes them."""
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, Mapping) and set(first) == {"bytes", "path"}
-
-
-def names_pictures(value: Any) -> bool:
-    """Whether the value of a column that is called `images` or `image` holds or names pictures, and not, say,
-    the image of a container."""
-    first = value[0] if isinstance(value, list) and value else value
-    if isinstance(first, bytes):
-        return True
-    if not isinstance(first, str):
-        return False
-    scheme, separator, _ = first.lower().partition("://")
-    is_url = bool(separator) and scheme in WEB
-    return is_url or first.startswith("data:image/") or Path(first).suffix.lower() in SUFFIXES
 
 
 def _parse_text(text: str, base: Path) -> ImageSource:

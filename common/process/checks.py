@@ -1,6 +1,5 @@
 """Checks of users' code by a process of the service that uses it; this process never imports such code."""
 
-import importlib.util
 import json
 import secrets
 import subprocess
@@ -196,13 +195,3 @@ def _ask(program: Program, request: Any, subject: str, timeout_s: float = TIMEOU
     if result.returncode != ConfigError.exit_code:
         reason = f"{subject}: its import ended Python: {reason or 'no reason given'}"
     raise ConfigError(reason)
-
-
-def check_loggers(names: Sequence[str]) -> None:
-    """Raises ConfigError: a tracker is not installed; the message says which, and how to install it."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"trainer.loggers names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            f"installed here: pip install 'tidemill[{','.join(missing)}]', or leave it out."
-        )

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import structlog
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
-from tidemill.common.data.prompt_lengths import with_steps
 from tidemill.common.errors import OutageError, TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.heartbeats import (
@@ -315,7 +314,12 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
     """
     file = getattr(options, "config", None)
     if file:  # an option of the trainer only
-        return await register_config(broker, keys, with_steps(load_config(file)))
+        config = load_config(file)
+        if config.trainer.epochs is not None:
+            from tidemill.common.data.prompt_lengths import with_steps
+
+            config = with_steps(config)
+        return await register_config(broker, keys, config)
     wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
     deadline = time.monotonic() + wait_s
     pause_s = FIRST_RUN_PAUSE_S

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from redis import Connection as BlockingConnection
@@ -23,11 +23,13 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from tidemill.common.errors import BrokerError
-from tidemill.common.redis.cluster import Address, ClusterClient, Nodes, make_blocking_cluster_client
 from tidemill.common.redis.lines import Client
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.threads import BoundedThreads
+
+if TYPE_CHECKING:
+    from tidemill.common.redis.cluster import Address, Nodes
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
@@ -101,6 +103,8 @@ def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
         options |= {"socket_keepalive": True, "socket_keepalive_options": probes}
     try:
         if "+cluster:" in url:
+            from tidemill.common.redis.cluster import make_blocking_cluster_client
+
             return make_blocking_cluster_client(_nodes(url, options), run_id)
         return BlockingRedis.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
@@ -116,7 +120,7 @@ def public_address(url: str) -> str:
 class _Server:
     """Finds the current server's address; the last one found is shared by all connections of a client."""
 
-    def __init__(self, find: Callable[[], Awaitable[Address]]) -> None:
+    def __init__(self, find: "Callable[[], Awaitable[Address]]") -> None:
         self.find = find
         self.address = ("", 0)
 
@@ -177,7 +181,7 @@ def _credentials(username_variable: str, password_variable: str) -> dict[str, An
     return {option: value for option, value in values.items() if value}
 
 
-def _addresses(url: str) -> tuple[list[Address], dict[str, Any], re.Match[str]]:
+def _addresses(url: str) -> "tuple[list[Address], dict[str, Any], re.Match[str]]":
     """The hosts of an address with several, the credentials in it, and its parts.
 
     Raises:
@@ -209,6 +213,8 @@ def _sentinel_client(url: str, options: dict[str, Any]) -> Client:
 
 def _cluster_client(url: str, options: dict[str, Any]) -> Client:
     """A client of the nodes that own the slots in use. Raises ValueError: as `_addresses`."""
+    from tidemill.common.redis.cluster import ClusterClient
+
     nodes = _nodes(url, options)
     threads = BoundedThreads("cluster", NUM_THREADS)
 
@@ -219,7 +225,9 @@ def _cluster_client(url: str, options: dict[str, Any]) -> Client:
     return ClusterClient(of_slot)
 
 
-def _nodes(url: str, options: dict[str, Any]) -> Nodes:
+def _nodes(url: str, options: dict[str, Any]) -> "Nodes":
+    from tidemill.common.redis.cluster import Nodes
+
     seeds, url_options, _ = _addresses(url)
     return Nodes(
         seeds, BlockingSSLConnection if _has_tls(url) else BlockingConnection, **{**url_options, **options}

@@ -416,22 +416,6 @@ def end_ids_of(tokenizer: Any, *configured: int | Ids | None) -> tuple[int, ...]
     return tuple(sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None}))
 
 
-def num_appended(encode: Callable[[str, bool], Ids]) -> int:
-    """How many tokens a tokenizer writes after every text, such as an end of text (`add_eos_token`). `encode`
-    gives the ids of a text, with special tokens if its second argument says so."""
-    plain = list(encode(QUESTION, False))
-    whole = list(encode(QUESTION, True))
-    for first in range(len(whole) - len(plain) + 1):
-        if whole[first : first + len(plain)] == plain:
-            return len(whole) - first - len(plain)
-    return 0
-
-
-def num_appended_by(tokenizer: Any) -> int:
-    """`num_appended` of a tokenizer of transformers."""
-    return num_appended(lambda text, special: tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
 def _runs(ids: Ids, mask: Sequence[bool] | None) -> Iterator[tuple[bool, list[int]]]:
     """Runs of tokens of the model, and of others."""
     if mask is None:

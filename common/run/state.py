@@ -68,12 +68,12 @@ async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "R
     Raises:
         ConfigError: the run was started with another config.
     """
-    from tidemill.common.config import changed_fields
-
     config = config.model_copy(update={"run_id": keys.run_id})
     if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):
         await broker.execute("SADD", RUNS, keys.run_id)
         return config
+    from tidemill.common.config.changes import changed_fields
+
     registered = await read_config(broker, keys)
     changes = changed_fields(registered, config)
     if changes:

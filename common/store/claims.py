@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -29,11 +29,13 @@ import xxhash
 
 from tidemill.common.errors import CodecError, ConfigError, RefusedError, StoreError, UnreadableError
 from tidemill.common.files import StorageError, storage_errors, write_atomically
-from tidemill.common.store.objects import Objects
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import check_rows
 from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory, fault_of
+
+if TYPE_CHECKING:
+    from tidemill.common.store.objects import Objects
 
 log = structlog.get_logger(__name__)
 
@@ -305,7 +307,9 @@ class ClaimStore:
             # May be repeated: files that a crash leaves are settled at the next trim, too.
             (self.folder / name).unlink(missing_ok=True)
 
-    def _objects(self, url: str) -> Objects:
+    def _objects(self, url: str) -> "Objects":
+        from tidemill.common.store.objects import Objects
+
         if url not in self._opened:  # two threads may both open it, which does no harm
             self._opened[url] = Objects(url, "streams.claim_check_url", retries=RETRIES)
         return self._opened[url]

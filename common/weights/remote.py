@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.store.objects import OBJECT_SCHEMES, Objects
 
-URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
-"""Variable with the address, which wins over `weights.url`: `http://head:8200`, or `s3://bucket/folder`."""
 TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
 """Variable with the secret that the weight server and its clients share."""
 TIMEOUT_S = 30.0
@@ -55,8 +53,8 @@ class WeightServer:
             answer = self._http.get(url, headers=headers)
         except httpx.HTTPError as error:
             raise WeightsError(
-                f"cannot download {url}: {str(error) or type(error).__name__}. Is {URL_VARIABLE} right, and "
-                "does the head serve weights?"
+                f"cannot download {url}: {str(error) or type(error).__name__}. Is the address right "
+                "(TIDEMILL_WEIGHTS_URL, else weights.url), and does the head serve weights?"
             ) from error
         if answer.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
             raise WeightsError(
@@ -76,12 +74,11 @@ Remote = WeightServer | ObjectStore
 
 
 def open_remote(url: str, run_id: str) -> Remote | None:
-    """The remote at the address of the environment, else at `url`; None where neither has one.
+    """The remote at `url` (`weights.address`); None where that is empty.
 
     Raises:
         ConfigError: the address is of no known kind.
     """
-    url = os.environ.get(URL_VARIABLE) or url
     if not url:
         return None
     parts = urlsplit(url)

@@ -7,6 +7,7 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 
 import math
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
@@ -125,6 +126,12 @@ class SamplingParams(TokenFilters):
 
 Outcome = tuple[str, int, int, int]
 """Result of a group for its prompt: source, row, samples that solved it, and samples that have a reward."""
+
+
+def outcome_of(values: Sequence[Any]) -> Outcome:
+    """The outcome in these values of a checkpoint's JSON."""
+    name, row, num_solved, num_scored = values
+    return str(name), int(row), int(num_solved), int(num_scored)
 
 
 class Ticket(PromptFields):

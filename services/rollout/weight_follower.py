@@ -96,7 +96,7 @@ class WeightFollower:
         self.context = context
         self.engine = engine
         run_id = context.keys.run_id
-        remote = open_remote(context.config.weights.url, run_id)
+        remote = open_remote(context.config.weights.address, run_id)
         self._versions = WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
         spread_s = SPREAD_S_PER_GROUP * context.config.trainer.groups_per_step
         self._spread_s = min(LONGEST_SPREAD_S, spread_s)

@@ -10,7 +10,7 @@ from typing import Any
 from tidemill.common.config import AlgorithmConfig
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss
 
 
 def check(request: Any) -> Answer:

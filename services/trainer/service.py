@@ -8,10 +8,10 @@ import structlog
 from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.activity import LOAD
-from tidemill.common.process.checks import check_loggers
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
+from tidemill.common.telemetry.trackers import check_loggers
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import (
@@ -39,7 +39,7 @@ from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
 from tidemill.services.trainer.weights.best_version import BestVersion
-from tidemill.services.trainer.weights.store import WeightStore, build_publisher
+from tidemill.services.trainer.weights.store import Publisher, WeightStore
 
 log = structlog.get_logger(__name__)
 
@@ -176,7 +176,12 @@ def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, 
     if trainer.policy == "simulated":
         ranges = ranges | {"entropy": HealthyRange()}  # a simulated policy has none
     best = BestVersion(context.run_dir, trainer.evaluation.keep_best, records)
-    publisher = build_publisher(context.config.weights.url, context.keys.run_id)
+    publisher: Publisher | None = None
+    address = context.config.weights.address
+    if address:
+        from tidemill.services.trainer.weights.object_publisher import open_publisher
+
+        publisher = open_publisher(address, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)
     return weights, best, Diagnostics(ranges).resume(records)
 

@@ -27,7 +27,6 @@ from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
-from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from tidemill.services.trainer.groups.group import Group
@@ -300,7 +299,10 @@ class StepRunner:
         sampled = [group for group in groups if not group.is_demonstration]
         if sampled:
             self.advantages.assign(sampled, self.algorithm)
-            fill_statistics(sampled, self.algorithm)
+            if self.algorithm.needs_statistics:
+                from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
+
+                fill_statistics(sampled, self.algorithm)
 
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[Group], assembler: BatchAssembler

@@ -103,7 +103,7 @@ REVERTED = (
     Mutant("a lost delivery is sent though its id may be another one's", CONSUMER,
         "        return not is_lost and ", "        return ",
         "a lost delivery is completed under the id of another one"),
-    Mutant("a replay takes whatever samples of its tickets are there", f"{DURABLE}/recovery.py",
+    Mutant("a replay takes whatever samples of its tickets are there", f"{DURABLE}/retraining.py",
         "commit.samples_digest != samples_digest(commit.trained_keys, groups)", "False",
         "a step is replayed with samples that were generated after it"),
     Mutant("a run is finished where the commits end anywhere behind the last one", f"{LUA}/finish.lua",

@@ -10,9 +10,8 @@ import torch
 from tests.support.samples import changed
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses import mini_batch
-from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import TileSums
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.columns import trained_names
 from tidemill.services.trainer.groups.group import Group

@@ -1,46 +1,85 @@
-"""Algorithms by name. A file in `advantages/` or `losses/` is in the table because it is there.
+"""Algorithms by name, each read when its name is asked for.
 
-The config's checks, the trainer and docs/algorithms.md read it. `PRESETS` and `CORRECTIONS` are defaults by
-the names of published algorithms.
+A file in `advantages/` or `losses/` has the algorithm of its own name, and is in the table because it is
+there. Those with settings of their own are in `with_settings/`: as every config has these settings, every
+process reads these files. The config's checks, the trainer and docs/algorithms.md read the table. `PRESETS`
+and `CORRECTIONS` are defaults by the names of published algorithms.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from tidemill.common.config.algorithms import advantages, losses
+from tidemill.common.config.algorithms import advantages, losses, with_settings
 from tidemill.common.config.algorithms.advantage import Advantage
 from tidemill.common.config.algorithms.loss import Loss
 from tidemill.common.config.algorithms.settings import Algorithm, Settings
 from tidemill.common.config.section import read_table
 
-
-def _modules(folder: ModuleType) -> Iterator[ModuleType]:
-    """The files of a folder, by name."""
-    # Sorted: the order of settings in recorded configs, and of rows in the docs, follows from it.
-    for file in sorted(pkgutil.iter_modules(folder.__path__), key=lambda file: file.name):
-        yield importlib.import_module(f"{folder.__name__}.{file.name}")
+T = TypeVar("T", bound=Algorithm)
 
 
-def _advantages() -> dict[str, Advantage]:
-    return {advantage.name: advantage for file in _modules(advantages) for advantage in file.ADVANTAGES}
+class ByName(Mapping[str, T], Generic[T]):
+    """The algorithms of a folder, and `read`, those that were read already.
+
+    Example: `LOSSES["cispo"]` reads `losses/cispo.py`, and `"gspo" in LOSSES` reads nothing.
+    """
+
+    def __init__(self, folder: ModuleType, read: Iterable[T]) -> None:
+        self._folder = folder
+        self._read = {algorithm.name: algorithm for algorithm in read}
+        self._names = sorted([*_names(folder), *self._read])
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._read:
+            for algorithm in _algorithms(self._folder, name):
+                self._read[algorithm.name] = algorithm
+            assert name in self._read, f"{self._folder.__name__}.{name} has another name for its algorithm"
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-def _losses() -> dict[str, Loss]:
-    return {loss.name: loss for file in _modules(losses) for loss in file.LOSSES}
+def _names(folder: ModuleType) -> list[str]:
+    """The names of the folder's files, sorted."""
+    return sorted(file.name for file in pkgutil.iter_modules(folder.__path__))
 
 
-ADVANTAGES = _advantages()
-LOSSES = _losses()
+def _algorithms(folder: ModuleType, name: str) -> tuple[Any, ...]:
+    """The advantages or losses in a file."""
+    file = importlib.import_module(f"{folder.__name__}.{name}")
+    return (*getattr(file, "ADVANTAGES", ()), *getattr(file, "LOSSES", ()))
+
+
+def _with_settings() -> list[Any]:
+    """The advantages and losses of `with_settings/`, in order."""
+    algorithms = []
+    for name in _names(with_settings):
+        algorithms += _algorithms(with_settings, name)
+    return algorithms
+
+
+_READ = _with_settings()
+ADVANTAGES = ByName[Advantage](advantages, [item for item in _READ if isinstance(item, Advantage)])
+LOSSES = ByName[Loss](losses, [item for item in _READ if isinstance(item, Loss)])
 
 
 def _settings() -> tuple[type[Settings], ...]:
-    """The settings of all of them, each once, in order."""
+    """The settings of all of them, each once."""
     classes: dict[type[Settings], None] = {}
-    algorithms: list[Algorithm] = [*ADVANTAGES.values(), *LOSSES.values()]
-    for algorithm in algorithms:
+    # Those of advantages first: the order of settings in recorded configs follows from it.
+    for algorithm in sorted(_READ, key=lambda algorithm: isinstance(algorithm, Loss)):
         if algorithm.settings is not None:
             classes[algorithm.settings] = None
     return tuple(classes)

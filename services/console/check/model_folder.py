@@ -10,7 +10,8 @@ from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.data.dataset import Row
-from tidemill.common.data.prompt_lengths import TOKENIZER_FILE, Ruler, fate_of_overlong
+from tidemill.common.data.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.data.prompt_text import fate_of_overlong
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
 from tidemill.common.run.chat_template import ChatTemplate, RenderError, read_json

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import DEFAULT_RANK_TOKENS
 from tidemill.common.data.dataset import Row
-from tidemill.common.data.image_columns import IMAGES
-from tidemill.common.data.prompt_lengths import chat_messages
+from tidemill.common.data.prompt_text import chat_messages
 from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.common.images.door import ImageDoor
 from tidemill.common.images.families import family_of
+from tidemill.common.images.no_pictures import IMAGES
 from tidemill.common.process.checks import most_picture_tokens
 from tidemill.services.console.check.model_folder import ModelFacts
 

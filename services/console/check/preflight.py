@@ -24,7 +24,7 @@ from tidemill.common.config.section import Section
 from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.data.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.errors import ConfigError, TidemillError
-from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
+from tidemill.common.process.checks import check_algorithm, check_environment, check_reward
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import (
@@ -35,6 +35,7 @@ from tidemill.common.process.vllm_machine import (
 )
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.model_config import check_sampling
+from tidemill.common.telemetry.trackers import check_loggers
 from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths

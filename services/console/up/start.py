@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.common.command_line import command_line
-from tidemill.common.config import FieldChange, RunConfig, changed_fields
+from tidemill.common.config import RunConfig
+from tidemill.common.config.changes import FieldChange, changed_fields
 from tidemill.common.data.prompt_lengths import with_steps
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpus import count_gpus

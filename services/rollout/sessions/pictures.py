@@ -27,10 +27,11 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.data.image_columns import IMAGE_PART
 from tidemill.common.errors import BrokenImageError, ConfigError, StoreError
 from tidemill.common.files import StorageError
+from tidemill.common.images.no_pictures import WEB
 from tidemill.common.images.pictures import make_picture
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.images.recent import Recent
-from tidemill.common.images.sources import WEB, ImageSource, parse_source
+from tidemill.common.images.sources import ImageSource, parse_source
 from tidemill.common.images.store import ImageStore, read_images, waiting
 from tidemill.common.process.shortage import is_machine_fault, run_on_thread
 from tidemill.common.wire.images import Image

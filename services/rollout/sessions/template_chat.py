@@ -13,7 +13,8 @@ from typing import Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.data.image_columns import IMAGE_PART, TEXT_PART
-from tidemill.common.run.special_tokens import TokenReader, num_appended_by
+from tidemill.common.run.appended_tokens import num_appended_by
+from tidemill.common.run.special_tokens import TokenReader
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
 from tidemill.services.rollout.sessions.chat import (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidemill.common.config.data import CurriculumConfig
-from tidemill.common.wire.messages import Commit, Outcome
+from tidemill.common.wire.messages import Commit, Outcome, outcome_of
 from tidemill.services.trainer.batch.prompts import PromptSource
 
 MEMORY = 0.5
@@ -209,8 +209,3 @@ class Curriculum:
             self._waiting[int(step)] = [outcome_of(values) for values in outcomes]
         for deck, saved in zip(self.decks, state["decks"], strict=True):
             deck.restore(saved)
-
-
-def outcome_of(values: Sequence[Any]) -> Outcome:
-    name, row, num_solved, num_scored = values
-    return str(name), int(row), int(num_solved), int(num_scored)

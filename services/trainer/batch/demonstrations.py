@@ -23,9 +23,10 @@ from tidemill.common.archive.completions import opener_of
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.data.dataset import IDS, ChatMessage, Row, read_training_rows
-from tidemill.common.data.prompt_lengths import chat_messages
+from tidemill.common.data.prompt_text import chat_messages
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.special_tokens import TokenReader, end_ids_of, num_appended_by, reader_of
+from tidemill.common.run.appended_tokens import num_appended_by
+from tidemill.common.run.special_tokens import TokenReader, end_ids_of, reader_of
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, read_prompts, uses_template

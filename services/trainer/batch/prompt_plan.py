@@ -31,10 +31,10 @@ from tidemill.common.wire.messages import (
     Trajectory,
     is_demonstration,
 )
-from tidemill.services.trainer.batch.curriculum import Curriculum
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
 if TYPE_CHECKING:
+    from tidemill.services.trainer.batch.curriculum import Curriculum
     from tidemill.services.trainer.batch.demonstrations import Demonstration
 
 
@@ -191,9 +191,7 @@ class PromptPlan:
         self.places: BatchPlaces | None = None
         if demonstrations:
             self.places = BatchPlaces(demonstrations, limits_of_demonstrations, config)
-        self._curriculum: Curriculum | None = None
-        if config.data.curriculum is not None and sources:
-            self._curriculum = Curriculum(sources, config.data.curriculum)
+        self._curriculum = _open_curriculum(sources, config)
         self.fingerprint = sources[0].fingerprint if sources else ""
         """Digest over everything that decides which prompt is at which position of which source."""
         if config.data.sources:
@@ -317,6 +315,14 @@ class PromptPlan:
             )
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
+
+
+def _open_curriculum(sources: Sequence[PromptSource], config: RunConfig) -> "Curriculum | None":
+    if config.data.curriculum is None or not sources:
+        return None
+    from tidemill.services.trainer.batch.curriculum import Curriculum
+
+    return Curriculum(sources, config.data.curriculum)
 
 
 def _limits(named: Sequence[SourceConfig], sources: Sequence[PromptSource]) -> list[int | None]:

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import is_path
 from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
-from tidemill.common.data.prompt_lengths import chat_messages, fate_of_overlong, plain_prompt
+from tidemill.common.data.prompt_text import chat_messages, fate_of_overlong, plain_prompt
 from tidemill.common.errors import BrokenImageError, ConfigError
-from tidemill.common.run.special_tokens import num_appended_by
+from tidemill.common.run.appended_tokens import num_appended_by
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.images import Image
 

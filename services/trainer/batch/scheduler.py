@@ -20,8 +20,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, append_missing, entry_id_of, id_order, last_id, read_range
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Outcome, Ticket, Trajectory
-from tidemill.services.trainer.batch.curriculum import outcome_of
+from tidemill.common.wire.messages import Outcome, Ticket, Trajectory, outcome_of
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 

@@ -14,7 +14,7 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.trie import SHORTEST
@@ -35,6 +34,9 @@ from tidemill.services.trainer.policy.packing import choose_layout, kinds_of_lay
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.tile import Row, Tile, lay_out
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +122,7 @@ class _Scores(NamedTuple):
     entropies_N: Tensor
     log_mass_N: Tensor
     hidden_NH: Tensor | None = None
-    routing: tuple[LayerRouting, ...] = ()
+    routing: "tuple[LayerRouting, ...]" = ()
     changed_N: Tensor | None = None
 
 
@@ -290,8 +292,10 @@ def _of_all_ranks(scores: _Scores, tile: Tile) -> _Scores:
     if columns is None:
         return scores
 
-    def joined(layer: LayerRouting) -> LayerRouting:
-        return LayerRouting(layer.affinity, columns.joined(layer.logits_NE), columns.joined(layer.chosen_NK))
+    def joined(layer: "LayerRouting") -> "LayerRouting":
+        return layer._replace(
+            logits_NE=columns.joined(layer.logits_NE), chosen_NK=columns.joined(layer.chosen_NK)
+        )
 
     # Every rank takes part in each of these calls, so their order must be the same on all.
     return _Scores(

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.images import Image
-from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.sample import Routes
 from tidemill.services.trainer.groups.trie import (
@@ -33,6 +32,7 @@ from tidemill.services.trainer.groups.trie import (
 from tidemill.services.trainer.policy.trees import TREE, Tree
 
 if TYPE_CHECKING:
+    from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
     from tidemill.services.trainer.policy.columns import Columns
 
 NOT_MADE = torch.empty(0, dtype=torch.long)
@@ -131,7 +131,7 @@ class Tile:
     """[N], logarithm of the probability of the ids that sampling kept."""
     hidden_NH: Tensor | None = None
     """[N, H], the last hidden states that predict this rank's tokens, where they were asked for."""
-    routing: tuple[LayerRouting, ...] = ()
+    routing: "tuple[LayerRouting, ...]" = ()
     """The routers' outputs at the positions that predict the tokens, where a gradient is wanted."""
     changed_N: Tensor | None = None
     """[N], share of layers whose router would have chosen other experts than it was given."""

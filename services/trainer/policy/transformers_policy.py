@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,8 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Routing
 from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
-from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
@@ -44,7 +43,6 @@ from tidemill.services.trainer.policy.model_loading import (
     recompute_layers,
     use_device,
 )
-from tidemill.services.trainer.policy.moving import free_device, move_modules, move_moments, mover
 from tidemill.services.trainer.policy.optimizer import (
     OPTIMIZER,
     build_optimizer,
@@ -61,12 +59,14 @@ from tidemill.services.trainer.policy.options import (
 )
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.profiling import CallProfiler
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
 from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, measure_usage
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.profiling import CallProfiler
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class TransformersPolicy(ExportsWeights):
         kinds = [option.optimizer for option in self.options if option.optimizer is not None]
         kind = kinds[0] if kinds else None
         self._optimizer = build_optimizer(self._parameters, config.optimizer, self._rates, kind)
-        self._profiler = CallProfiler()
+        self._profiler: CallProfiler | None = None
         self._num_updates = 0
         self._begins_update = True
         self._held: dict[str, Tensor] | None = None
@@ -550,6 +550,9 @@ class TransformersPolicy(ExportsWeights):
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
+        # Only where a run shares a GPU with its engine.
+        from tidemill.services.trainer.policy.moving import free_device, move_modules, move_moments, mover
+
         moved = mover(device, self.device)
         move_modules([self.scorer.module], moved)
         for option in self.options:
@@ -566,4 +569,9 @@ class TransformersPolicy(ExportsWeights):
         return measure_usage(self._flops, self.peers)
 
     def profile(self, folder: Path | None) -> None:
+        if self._profiler is None:
+            # Only where somebody wants to see a step.
+            from tidemill.services.trainer.policy.profiling import CallProfiler
+
+            self._profiler = CallProfiler()
         self._profiler.profile(folder)

@@ -23,7 +23,7 @@ from tidemill.common.history import GroupCursor, History, MissingRecordsError
 from tidemill.common.process.activity import Activity
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable.checkpoint import read_checkpoint
-from tidemill.services.trainer.durable.recovery import (
+from tidemill.services.trainer.durable.retraining import (
     OtherSamplesError,
     open_cursor,
     pending_groups,

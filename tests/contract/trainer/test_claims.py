@@ -22,7 +22,7 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.durable.recovery import LostPayloadError
+from tidemill.services.trainer.durable.retraining import LostPayloadError
 from tidemill.services.trainer.replay.steps import replay_steps
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)

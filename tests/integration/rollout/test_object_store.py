@@ -46,7 +46,7 @@ from tidemill.common.weights.remote import ObjectStore, open_remote
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Score, Trajectory, WeightManifest, fault_of
 from tidemill.services.rollout.weight_follower import WeightDownload, find_route
-from tidemill.services.trainer.weights.store import ObjectPublisher
+from tidemill.services.trainer.weights.object_publisher import ObjectPublisher
 
 RUN = "far-away"
 CLIENT = BUILD / "objects" / "client"

@@ -22,6 +22,7 @@ from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port, listening
 from tests.support.training import assert_nothing_lost
 from tests.support.versions import write_version
+from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.state import read_state
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions
@@ -188,9 +189,9 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
 def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "head:8200")
     with pytest.raises(ConfigError, match="such as http://head:8200"):
-        open_remote("", RUN)
+        open_remote(WeightsConfig().address, RUN)
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "")
-    assert open_remote("", RUN) is None
+    assert open_remote(WeightsConfig().address, RUN) is None
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:

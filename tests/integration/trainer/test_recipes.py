@@ -48,7 +48,7 @@ import torch
 from infra.docs.algorithm_tables import loss_table
 from infra.docs.config_page import as_markdown
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss
 
 algorithm = AlgorithmConfig(loss="scaled", scaled_by=2.0)
 tokens = SimpleNamespace(ratio_N=torch.tensor([1.5]), advantages_N=torch.tensor([2.0]))
@@ -122,7 +122,7 @@ from tests.support.losses import make_tokens
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, loss_metrics
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss
 
 algorithm = AlgorithmConfig()
 tokens = make_tokens([0.5, 0.125], [0.5, 0.125], [1.0, 1.0])
@@ -162,7 +162,7 @@ with pytest.raises(EngineError, match="does not have typical_p"):
 
 
 FILES = {
-    "common/config/algorithms/losses/scaled.py": LOSS_FILE,
+    "common/config/algorithms/with_settings/scaled.py": LOSS_FILE,
     "common/config/algorithms/advantages/doubled.py": ADVANTAGE_FILE,
 }
 ROWS = {

@@ -1,9 +1,7 @@
-"""REINFORCE++, arXiv 2501.03262, with and without the mean of the group. A token is the action."""
+"""REINFORCE++, arXiv 2501.03262. A token is the action."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from tidemill.common.config.algorithms.advantage import (
     Advantage,
@@ -14,7 +12,6 @@ from tidemill.common.config.algorithms.advantage import (
     returns,
     whiten,
 )
-from tidemill.common.config.algorithms.advantages.dr_grpo import dr_grpo
 from tidemill.common.wire.arrays import Float64
 
 if TYPE_CHECKING:
@@ -37,20 +34,6 @@ def reinforce_plus_plus(
     )
 
 
-def reinforce_plus_plus_baseline(
-    groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
-) -> list[Float64]:
-    """whiten(r - mean of the group). N arrays [A], one value repeated, float64.
-
-    `lengths` are the numbers of trained tokens, which weigh the mean and the deviation.
-    """
-    repeated: list[Float64] = []
-    for rewards, group_lengths in zip(groups, lengths, strict=True):
-        for value, length in zip(dr_grpo(rewards), group_lengths, strict=True):
-            repeated.append(np.full(length, value))
-    return whiten(repeated)
-
-
 def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
     token_rewards: list[Float64] = []
     gammas: list[Discount] = []
@@ -63,12 +46,6 @@ def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Va
     return of_sequences(advantages)
 
 
-def estimate_with_baseline(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
-    rewards = [group.rewards for group in groups]
-    lengths = [group.lengths for group in groups]
-    return of_sequences(reinforce_plus_plus_baseline(rewards, lengths))
-
-
 ADVANTAGES = (
     Advantage(
         name="reinforce_plus_plus",
@@ -77,11 +54,5 @@ ADVANTAGES = (
         scope="batch",
         compares_siblings=False,
         has_discount=True,
-    ),
-    Advantage(
-        name="reinforce_plus_plus_baseline",
-        estimate=estimate_with_baseline,
-        summary="r - mean of the group, normalised over the mini-batch",
-        scope="batch",
     ),
 )

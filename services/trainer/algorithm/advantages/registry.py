@@ -1,15 +1,7 @@
-"""Advantages by name, and the user's own.
-
-    def advantage(rewards, tickets=None, samples=None):
-
-`rewards` [N] float64 are the shaped rewards of one group. A function that takes `tickets` [N] (the group each
-reward belongs to) is given a whole mini-batch in one call instead. `samples` [N] are the trainer's `Sample`s.
-It returns N finite numbers, or N arrays with one number for each of a completion's tokens.
-"""
+"""Advantages by name, or the user's own."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +9,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.config.algorithms.advantage import Discount, Values, whiten
 from tidemill.common.config.algorithms.table import ADVANTAGES
-from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages.shaping import (
@@ -28,11 +20,8 @@ from tidemill.services.trainer.algorithm.advantages.shaping import (
     shaped_reward,
     token_rewards,
 )
-from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
-
-ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 
 Scope = Literal["group", "batch"]
 
@@ -108,56 +97,13 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
         ConfigError: a user's own cannot be loaded or does not take what it will be given.
     """
     if is_users_own(algorithm.advantage):
-        return _users_advantage(algorithm.advantage)
+        from tidemill.services.trainer.algorithm.advantages.users_advantage import load_users_advantage
+
+        return load_users_advantage(algorithm.advantage)
     advantage = ADVANTAGES[algorithm.advantage]
     if advantage.needs_values and not algorithm.value.whiten:
         return "group", advantage.estimate
     return advantage.scope, advantage.estimate
-
-
-def _users_advantage(reference: str) -> tuple[Scope, Estimator]:
-    """Raises ConfigError: it cannot be loaded, does not fit, or fails on two made-up rewards."""
-    function, names = load_users_function(ADVANTAGE_FIELD, reference, ("rewards", "tickets", "samples"))
-    where = f"{ADVANTAGE_FIELD} {reference}"
-
-    def estimate(groups: Sequence[RewardsOfGroup], algorithm: AlgorithmConfig) -> Values:
-        if "tickets" in names:
-            return call([sample for group in groups for sample in group.samples])
-        values: Values = []
-        for group in groups:
-            values += call(group.samples)
-        return values
-
-    def call(samples: Sequence[Sample]) -> Values:
-        tickets = np.array([sample.key[0] for sample in samples], dtype=np.int64)
-        rewards = np.array([sample.shaped_reward for sample in samples])
-        returned = function(rewards=rewards, tickets=tickets, samples=samples)
-        return _read(returned, samples, where)
-
-    if "samples" not in names:
-        trial = function(rewards=np.array([1.0, 0.0]), tickets=np.array([0, 0]), samples=[])
-        made_up: Any = SimpleNamespace(completion_ids=np.zeros(3), mask=np.ones(3, np.bool_), key=(0, 0))
-        _read(trial, [made_up, made_up], where)
-    return "batch" if "tickets" in names else "group", estimate
-
-
-def _read(returned: Any, samples: Sequence[Any], where: str) -> Values:
-    """What a function returned, as one number or one array [A] for each sample."""
-    with contained(where):
-        values = [np.asarray(value, dtype=np.float64) for value in returned]
-    if len(values) != len(samples):
-        raise ConfigError(f"{where} returned {len(values)} advantages for {len(samples)} rewards")
-    result: Values = []
-    for value, sample in zip(values, samples, strict=True):
-        if not np.isfinite(value).all():
-            raise ConfigError(f"{where} returned {value} for trajectory {sample.key}; it must be finite")
-        if value.ndim and value.shape != sample.completion_ids.shape:
-            raise ConfigError(
-                f"{where} returned an array of {value.shape} for a completion of "
-                f"{len(sample.completion_ids)} tokens; expected one number, or one for each token"
-            )
-        result.append(value[sample.mask] if value.ndim else float(value))
-    return result
 
 
 def _values(sample: Sample) -> Float64:

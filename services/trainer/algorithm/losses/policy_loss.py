@@ -13,12 +13,14 @@ micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.services.trainer.algorithm.losses.corrections import (
     importance_weights,
     kept_weights,
@@ -29,10 +31,24 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     teacher_kl,
     value_loss,
 )
-from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
-from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, TileSums
-from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunction
+from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Surrogate, Tokens
+
+SurrogateFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
+
+
+def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
+    """The surrogate that the config names: a built-in one (`common/config/algorithms/losses`), or the user's
+    own.
+
+    Raises:
+        ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
+    """
+    if is_users_own(algorithm.loss):
+        from tidemill.services.trainer.algorithm.losses.users_loss import load_users_loss
+
+        return load_users_loss(algorithm)
+    return LOSSES[algorithm.loss].surrogate
 
 
 def policy_loss(
@@ -94,7 +110,9 @@ def policy_loss(
     if tokens.values_N is not None:
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
     if tokens.routing:
-        loss_N = loss_N + _router_term(tokens, algorithm, sums)
+        from tidemill.services.trainer.algorithm.losses.routing import router_term
+
+        loss_N = loss_N + router_term(tokens, algorithm, sums)
     # Before weights: a demonstration's token counts in the denominator as any other does.
     loss_N = _imitated(tokens, loss_N, sums)
     weights_N = tokens.weights_N
@@ -107,8 +125,7 @@ def policy_loss(
     # Last: a rejected token, whose weight is 0, is in none of the terms.
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
-    counts = expert_counts(tokens.routing)
-    return loss, sums | {f"{EXPERTS}{layer}": count_E for layer, count_E in enumerate(counts)}
+    return loss, sums
 
 
 def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
@@ -148,15 +165,6 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> T
     sums["return_sum"] = returns_N.sum()
     sums["return_square_sum"] = returns_N.square().sum()
     return algorithm.value.coefficient * loss_N
-
-
-def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
-    """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
-    sequences = tokens.sequence_N, tokens.num_sequences
-    balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
-    sums["balance_sum"] = tokens.of_sampled(balance_N.detach()).sum() / len(tokens.routing)
-    sums["router_z_sum"] = tokens.of_sampled(z_N.detach()).sum() / len(tokens.routing)
-    return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 
 @torch.no_grad()

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, TileSums
+from tidemill.services.trainer.algorithm.losses.tokens import Tokens
+
 AFFINITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits_NE: logits_NE.softmax(-1),
     "sigmoid": torch.sigmoid,
@@ -80,6 +84,18 @@ def router_terms(
     ]  # fmt: skip
     balance, z = zip(*terms, strict=True)
     return torch.stack(balance).sum(0), torch.stack(z).sum(0)
+
+
+def router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
+    """The routers' weighted losses of each token. Into `sums` go their unweighted means over layers, and how
+    many tokens each expert got."""
+    sequences = tokens.sequence_N, tokens.num_sequences
+    balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
+    sums["balance_sum"] = tokens.of_sampled(balance_N.detach()).sum() / len(tokens.routing)
+    sums["router_z_sum"] = tokens.of_sampled(z_N.detach()).sum() / len(tokens.routing)
+    for layer, count_E in enumerate(expert_counts(tokens.routing)):
+        sums[f"{EXPERTS}{layer}"] = count_E
+    return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 
 def rerouted(changed_N: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Shape legend: N trained tokens of one forward pass, S whole sequences that they 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO as MAX_LOG_RATI
 from tidemill.common.config.algorithms.loss import Surrogate as Surrogate
 from tidemill.common.config.algorithms.loss import sequence_means as sequence_means
 from tidemill.common.config.algorithms.loss import sequence_sums as sequence_sums
-from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.columns import COLUMNS
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 
 LOGPROB_FLOOR = -1e4
 """Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
@@ -53,7 +56,7 @@ class Tokens:
     of the pass has one."""
     imitation_N: Tensor | None = None
     """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
-    routing: tuple[LayerRouting, ...] = ()
+    routing: "tuple[LayerRouting, ...]" = ()
     """Routing of each mixture layer, where it is wanted; with gradient."""
 
     log_N: Tensor = NO_RATIO

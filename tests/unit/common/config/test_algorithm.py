@@ -11,7 +11,7 @@ from tidemill.common.config.algorithm import CoreAlgorithmConfig, is_users_own
 from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES, PRESETS, SETTINGS
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.support.trajectories import make_config
-from tidemill.common.config import OptimizerConfig, RunConfig, changed_fields, load_config, parse_config
-from tidemill.common.config.changes import FIXED
+from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from tidemill.common.config.changes import FIXED, changed_fields
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT

@@ -13,7 +13,7 @@ from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.data.dataset import Row, read_training_rows
 from tidemill.common.data.image_columns import with_parts
-from tidemill.common.data.prompt_lengths import chat_messages
+from tidemill.common.data.prompt_text import chat_messages
 from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.common.images.sources import ImageSource
 

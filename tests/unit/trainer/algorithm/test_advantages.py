@@ -15,20 +15,20 @@ from tests.support.training import group_of_samples, make_score, plain_sample, t
 from tidemill.common.config.algorithm import TeacherTermConfig
 from tidemill.common.config.algorithms.advantage import returns, whiten
 from tidemill.common.config.algorithms.advantages.dr_grpo import dr_grpo
-from tidemill.common.config.algorithms.advantages.gae import gae
 from tidemill.common.config.algorithms.advantages.gdpo import gdpo
 from tidemill.common.config.algorithms.advantages.grpo import grpo
 from tidemill.common.config.algorithms.advantages.grpo_batch import grpo_batch
 from tidemill.common.config.algorithms.advantages.max_rl import max_rl
 from tidemill.common.config.algorithms.advantages.opo import opo
-from tidemill.common.config.algorithms.advantages.pass_at_k import pass_at_k
-from tidemill.common.config.algorithms.advantages.reinforce_plus_plus import (
-    reinforce_plus_plus,
+from tidemill.common.config.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from tidemill.common.config.algorithms.advantages.reinforce_plus_plus_baseline import (
     reinforce_plus_plus_baseline,
 )
 from tidemill.common.config.algorithms.advantages.remax import remax
 from tidemill.common.config.algorithms.advantages.rloo import rloo
 from tidemill.common.config.algorithms.table import ADVANTAGES
+from tidemill.common.config.algorithms.with_settings.gae import gae
+from tidemill.common.config.algorithms.with_settings.pass_at_k import pass_at_k
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.advantages.shaping import (
     add_teacher,

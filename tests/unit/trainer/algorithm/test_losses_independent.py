@@ -30,8 +30,8 @@ from tests.support.samples import assigned, changed
 from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.algorithms.losses.covariance import token_covariances
 from tidemill.common.config.algorithms.table import LOSSES
+from tidemill.common.config.algorithms.with_settings.covariance import token_covariances
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.mini_batch import (
     fill_statistics,
@@ -39,8 +39,7 @@ from tidemill.services.trainer.algorithm.losses.mini_batch import (
     start_tokens,
     top_entropy,
 )
-from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter

@@ -12,7 +12,7 @@ from tests.support.training import group_of_samples, plain_sample, trainer_confi
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss
 from tidemill.services.trainer.groups.sample import Sample
 
 Write = Callable[[str], str]

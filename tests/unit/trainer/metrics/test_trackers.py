@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.checks import check_loggers
 from tidemill.common.run.state import METRICS_FILE, read_records
+from tidemill.common.telemetry.trackers import check_loggers
 from tidemill.services.trainer.metrics import trackers as sender_module
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun, Tracker

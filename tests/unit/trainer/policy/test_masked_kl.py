@@ -26,8 +26,7 @@ from tests.support.samples import changed, taught
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
-from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.head import score_logits
 

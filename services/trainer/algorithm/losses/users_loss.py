@@ -1,4 +1,4 @@
-"""The loss that the config names: a built-in one (`common/config/algorithms/losses`), or the user's own.
+"""A loss of the user's own.
 
     def loss(ratio, algorithm=None):
 
@@ -10,30 +10,20 @@ weights, KL, entropy bonus and value loss are added around it.
 Shape legend: N trained tokens.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithms.loss import Surrogate
-from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.losses.policy_loss import SurrogateFunction
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens
 from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 
 LOSS_FIELD = "trainer.algorithm.loss"
 
-SurrogateFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
 
-
-def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
-    """The surrogate that the config names.
-
-    Raises:
-        ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
-    """
-    if not is_users_own(algorithm.loss):
-        return LOSSES[algorithm.loss].surrogate
+def load_users_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
+    """Raises ConfigError: it cannot be loaded, or fails on three made-up tokens."""
     where = f"{LOSS_FIELD} {algorithm.loss}"
     function, _ = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
 

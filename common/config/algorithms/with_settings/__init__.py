@@ -1,0 +1,1 @@
+"""Advantages and losses that bring settings of their own, a file each."""
