@@ -320,8 +320,6 @@ class Trajectory(PromptFields):
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The version that produced each completion token, over all segments, int32. Tokens that no version
         produced have the version of those before them."""
-        if len(self.segments) == 1 and len(self.spans) == 1:
-            return np.full(len(self.completion_ids), self.spans[0][0], dtype=np.int32)
         of_segments = []
         for segment in self.segments:
             lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])

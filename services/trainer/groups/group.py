@@ -3,9 +3,10 @@ object on the way to the optimizer."""
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
-from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.sample import Sample, make_sample
 
@@ -129,16 +130,23 @@ class Group(RecordedGroup):
         trajectories = self.trajectories.values()
         return [sample for sample in trajectories if not sample.is_greedy and not fault_of(sample)]
 
-    def trained_versions(self) -> list[Int32]:
-        """For each sample, the version that produced each of its trained tokens; no version has produced a
-        demonstration. Shapes [A]."""
+    def trained_versions(self) -> list[dict[int, int]]:
+        """For each sample, how many of its trained tokens each version produced, the oldest version first; no
+        version has produced a demonstration. Of two tokens of version 7 and three of version 8: {7: 2, 8: 3}.
+        """
         if self.is_demonstration:
             return []
         versions = []
         for sample in self.samples:
-            versions_T = self.trajectories[sample.key[1]].token_versions()
-            is_whole = sample.num_trained == len(versions_T)
-            versions.append(versions_T if is_whole else versions_T[sample.mask])
+            trajectory = self.trajectories[sample.key[1]]
+            if not sample.num_trained:
+                versions.append({})
+            elif trajectory.min_version == trajectory.max_version:
+                versions.append({trajectory.min_version: sample.num_trained})
+            else:
+                versions_T = trajectory.token_versions()
+                numbers, counts = np.unique(versions_T[sample.mask], return_counts=True)
+                versions.append(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
         return versions
 
     def forget(self) -> None:

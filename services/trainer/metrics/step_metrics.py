@@ -52,8 +52,8 @@ def step_metrics(
         **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
         "completion_tokens": float(lengths.sum() + sum(map(num_sampled, demonstrations))),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
-        "staleness/max": float(staleness.max()) if staleness.size else 0.0,
-        "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
+        "staleness/max": float(max(staleness, default=0)),
+        "staleness/mean": _mean_staleness(staleness),
         **staleness_shares(staleness),
         "groups_dropped": float(num_dropped),
         "groups_dropped_ratio": num_dropped / (num_dropped + len(groups)),
@@ -213,23 +213,35 @@ def source_metrics(step: int, groups: Sequence[Group], success_threshold: float)
             f"source/{name}/mean_length": float(
                 np.mean([num_sampled(t) for group in of_source for t in group.sampled])
             ),
-            f"source/{name}/staleness": float(staleness.mean()) if staleness.size else 0.0,
+            f"source/{name}/staleness": _mean_staleness(staleness),
         }
     return numbers
 
 
-def _staleness(step: int, groups: Sequence[Group]) -> NDArray[np.signedinteger]:
-    """Staleness of each trained token of these groups."""
-    versions = [versions for group in groups for versions in group.trained_versions()]
-    return step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
+def _staleness(step: int, groups: Sequence[Group]) -> Counter[int]:
+    """How many trained tokens of these groups are so many steps old: {0: 900, 1: 50}."""
+    staleness: Counter[int] = Counter()
+    for group in groups:
+        for versions in group.trained_versions():
+            for version, num_tokens in versions.items():
+                staleness[step - version] += num_tokens
+    return staleness
 
 
-def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
+def _mean_staleness(staleness: Counter[int]) -> float:
+    total = sum(age * num_tokens for age, num_tokens in staleness.items())
+    return total / max(staleness.total(), 1)
+
+
+def staleness_shares(staleness: Counter[int]) -> dict[str, float]:
     """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
     last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
     after its step, which no step trains on, would count as new."""
-    counts = np.bincount(np.clip(staleness, 0, OLDEST_BUCKET)) if staleness.size else ()
-    return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
+    buckets: Counter[int] = Counter()
+    for age, num_tokens in staleness.items():
+        buckets[min(max(age, 0), OLDEST_BUCKET)] += num_tokens
+    num_buckets = max(buckets, default=-1) + 1
+    return {f"staleness/share_{age}": buckets[age] / staleness.total() for age in range(num_buckets)}
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -302,13 +314,12 @@ def observe_step(commit: Commit, result: StepResult) -> None:
         metrics.STEP_METRIC.labels(name).set(number)
     tokens: Counter[int] = Counter()
     for group in result.groups:
-        for versions_A in group.trained_versions():
-            if len(versions_A):
-                ages, counts = np.unique(commit.step - versions_A, return_counts=True)
-                metrics.TRAINED_STALENESS.observe(int(ages[-1]))
-                metrics.TRAINED_SPANS.observe(len(ages))
-                for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
-                    tokens[min(age, OLDEST_BUCKET)] += count
+        for versions in group.trained_versions():
+            if versions:
+                metrics.TRAINED_STALENESS.observe(commit.step - min(versions))
+                metrics.TRAINED_SPANS.observe(len(versions))
+            for version, num_tokens in versions.items():
+                tokens[min(commit.step - version, OLDEST_BUCKET)] += num_tokens
         queued_s = group.queued_s
         for index, trajectory in group.trajectories.items():
             if not trajectory.fault and (score := group.scores.get(index)):

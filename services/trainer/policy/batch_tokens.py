@@ -6,7 +6,7 @@ each tile's `Tokens` are views of it.
 Shape legend: M trained tokens of a micro-batch, C columns, N of the tokens that are in one tile.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,21 +50,24 @@ class BatchTokens:
     """
 
     def __init__(self, tiles: Sequence[Tile], batch: MicroBatch, normalisation: Normalisation) -> None:
-        self._batch = batch
         self._tiles: list[_TileNumbers] = []
         rows = [row for tile in tiles for row in tile.rows]
         samples = [batch.samples[row.sample] for row in rows]
         counts = np.array([len(row.targets) for row in rows], dtype=np.int64)
+        columns = trained_names()
+        if batch.is_at_start:
+            columns.remove("proximal_logprobs")
+        names_of_tiles: set[str] = set()
         sequences: list[int] = []
         for tile in tiles:
             # All segments of a session have one number: ratios and means of sequences go over all of them.
             numbers: dict[int, int] = {}
             for row in tile.rows:
                 sequences.append(numbers.setdefault(row.sample, len(numbers)))
-            names = self._names_of(batch.samples[index] for index in numbers)
+            names = _names_of([batch.samples[index] for index in numbers], columns)
+            names_of_tiles.update(names)
             self._tiles.append(_TileNumbers(names, tile.num_scored, len(numbers)))
-        names_of_tiles = {name for tile_numbers in self._tiles for name in tile_numbers.names}
-        self._names = [name for name in trained_names() if name in names_of_tiles]
+        self._names = [name for name in columns if name in names_of_tiles]
         shared: dict[str, list[float]] = {
             WEIGHTS: [token_weight(normalisation, s.num_trained, s.group_trained) for s in samples]
         }
@@ -82,32 +85,19 @@ class BatchTokens:
             self._numbers_CM[number] = np.repeat(of_rows, counts)
         self._names += shared
         self._sequence_M = np.repeat(np.array(sequences, dtype=np.int64), counts)
-        self._numbers_of_tiles: dict[str, Sequence[Tensor]] = {}
+        self._columns_of_tiles: list[dict[str, Tensor]] = []
         """[N] of each tile, by name, on the device; made with the first scores."""
+        self._shared_of_tiles: dict[str, Sequence[Tensor]] = {}
+        """The same of a sample's numbers, by name."""
         self._sequences_of_tiles: Sequence[Tensor] = ()
-
-    def _names_of(self, samples: Iterable[Sample]) -> list[str]:
-        """What the loss gets of a tile with these samples."""
-        held: set[str] = set()
-        is_imitated = False
-        for sample in samples:
-            held.update(sample.columns)
-            is_imitated = is_imitated or bool(sample.imitation)
-        held.add("advantages")  # demonstrations alone have none
-        if self._batch.is_at_start:
-            held.discard("proximal_logprobs")
-        names = [name for name in trained_names() if name in held]
-        if is_imitated:
-            names.append(IMITATION)
-        return names
 
     def of_tile(self, number: int, scores: Tile, columns_now: Mapping[str, Tensor]) -> Tokens:
         """The trained tokens of the tile of this number in the plan, of which `scores` has the scores, and
         `columns_now` what else the policy has just computed of them: `values`."""
-        if not self._numbers_of_tiles:
+        if not self._columns_of_tiles:
             self._move(scores.logprobs_N.device, scores.logprobs_N.dtype)
         tile = self._tiles[number]
-        numbers = {name: of_tiles[number] for name, of_tiles in self._numbers_of_tiles.items()}
+        shared = self._shared_of_tiles
         return Tokens(
             logprobs_N=scores.logprobs_N,
             entropies_N=scores.entropies_N,
@@ -116,18 +106,34 @@ class BatchTokens:
             sequence_N=self._sequences_of_tiles[number],
             num_sequences=tile.num_sequences,
             routing=scores.routing,
-            weights_N=numbers[WEIGHTS],
-            teacher_weights_N=numbers[TEACHER_WEIGHTS] if "teacher_logprobs" in tile.names else None,
-            imitation_N=numbers[IMITATION] if IMITATION in tile.names else None,
-            columns={name: numbers[name] for name in tile.names if name != IMITATION},
+            weights_N=shared[WEIGHTS][number],
+            teacher_weights_N=shared[TEACHER_WEIGHTS][number] if "teacher_logprobs" in tile.names else None,
+            imitation_N=shared[IMITATION][number] if IMITATION in tile.names else None,
+            columns=self._columns_of_tiles[number],
         )
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         lengths = [tile.num_tokens for tile in self._tiles]
         numbers_CM = torch.from_numpy(self._numbers_CM).to(device, dtype)
+        of_tiles: dict[str, Sequence[Tensor]] = {}
         for name, numbers_M in zip(self._names, numbers_CM.unbind(0), strict=True):
-            self._numbers_of_tiles[name] = numbers_M.split(lengths)
+            of_tiles[name] = numbers_M.split(lengths)
+        self._shared_of_tiles = {name: of_tiles[name] for name in of_tiles if name not in COLUMNS}
+        for number, tile in enumerate(self._tiles):
+            columns = {name: of_tiles[name][number] for name in tile.names if name in COLUMNS}
+            self._columns_of_tiles.append(columns)
         self._sequences_of_tiles = torch.from_numpy(self._sequence_M).to(device).split(lengths)
+
+
+def _names_of(samples: Sequence[Sample], columns: Sequence[str]) -> list[str]:
+    """What the loss gets of a tile with these samples, which may have some of these columns."""
+    held = {"advantages"}  # demonstrations alone have none
+    for sample in samples:
+        held.update(sample.columns)
+    names = [name for name in columns if name in held]
+    if any(sample.imitation for sample in samples):
+        names.append(IMITATION)
+    return names
 
 
 def _fill_column(

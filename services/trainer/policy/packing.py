@@ -134,14 +134,16 @@ def plan_tiles(
             tiles_of_several += plan_tiles(rows_of_sample, layout, all_positions)
         return plan_tiles(single, layout, max_tokens, most_shared=most_shared) + tiles_of_several
     if layout.startswith("tree"):
+        branches = [row.branch for row in rows]
+        beginnings = [in_order(branch) for branch in branches]
         # Stable, as below.
-        sorted_rows = sorted(rows, key=lambda row: in_order(row.branch))
-        commons = common_lengths([row.branch for row in sorted_rows])
+        order = sorted(range(len(rows)), key=lambda number: beginnings[number])
+        sorted_rows = [rows[number] for number in order]
+        commons = common_lengths([branches[number] for number in order])
         lengths = [len(row) for row in sorted_rows]
         if layout == "tree" or share_in_common(lengths, commons) >= ENOUGH_IN_COMMON:
-            return [
-                Tile("tree", branches) for branches in _grow(sorted_rows, commons, max_tokens, most_shared)
-            ]
+            trees = _grow(sorted_rows, commons, max_tokens, most_shared)
+            return [Tile("tree", rows_of_tree) for rows_of_tree in trees]
     # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "varlen":

@@ -266,7 +266,11 @@ class TransformersPolicy(ExportsWeights):
 
     def _lay_out(self, tile: Tile) -> Tile:
         """A planned tile, with its tensors and its options' inputs."""
-        return self._complete(lay_out(tile))
+        return self._prepare(lay_out(tile))
+
+    def _prepare(self, tile: Tile) -> Tile:
+        """A tile that has tensors, with its options' inputs."""
+        return self._complete(tile)
 
     def _nothing(self) -> Tile:
         """A pass of no sample, for ranks that make one beside others: with their calls of all ranks."""
@@ -287,10 +291,12 @@ class TransformersPolicy(ExportsWeights):
         batch_tokens = BatchTokens(plan, batch, self._config.algorithm.normalisation)
         sums: list[TileSums] = []
         positions = 0
+        # All before the first pass, after which the processor's caches would have none of what this needs.
+        laid_out = [lay_out(planned) for planned in plan]
         # In the order of the plan: gradients are added up in it, and with another order a replay would give
         # other digests.
-        for number, planned in enumerate(plan):
-            tile = self._lay_out(planned)
+        for number, without_inputs in enumerate(laid_out):
+            tile = self._prepare(without_inputs)
             positions += tile.ids_BT.numel()
             sums.append(self._train_tile(tile, number, batch_tokens))
         counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)

@@ -229,8 +229,8 @@ class RankPolicy(TransformersPolicy):
             option.fetch(plan)
         return super()._num_missing(plan)
 
-    def _lay_out(self, tile: Tile) -> Tile:
-        whole = super()._lay_out(tile)
+    def _prepare(self, tile: Tile) -> Tile:
+        whole = super()._prepare(tile)
         return whole if self._context is None else cut_tile(whole, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
