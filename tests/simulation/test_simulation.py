@@ -1,10 +1,12 @@
 """The simulation itself: it repeats itself exactly, and it notices when a mechanism is taken out."""
 
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 from itertools import compress
 from typing import Any
 
@@ -58,6 +60,16 @@ def test_another_process_with_other_hashes_gives_them_too() -> None:
         command, cwd=REPO, env=os.environ | {"PYTHONHASHSEED": "5"}, capture_output=True, text=True
     )
     assert process.stdout.strip() == run(schedule_of(3)).digest, process.stderr
+
+
+def test_a_run_leaves_no_thread_behind() -> None:
+    """Nor, with it, the memory of its processes: thousands of schedules run in one process."""
+    run(schedule_of(0))
+    gc.collect()
+    before = threading.active_count()
+    run(schedule_of(1))
+    gc.collect()
+    assert threading.active_count() <= before
 
 
 def test_a_sleeper_does_no_harm() -> None:
