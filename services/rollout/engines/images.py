@@ -2,9 +2,8 @@
 
 Pixels come from the processor that the trainer uses, so both sides compute from the same tensors, bit for
 bit. Those of a picture are made once for all prompts that have it, such as the turns of a session, and joined
-once for all requests of one prompt. Ids that stand for pixels are never
-sampled: they are left out of the distribution, here and in the trainer, so logprobs stay those of the
-distribution that is sampled from.
+once for all requests of one prompt. Ids that stand for pixels are never sampled: they are left out of the
+distribution, here and in the trainer, so logprobs stay those of the distribution that is sampled from.
 
 Shapes: U distinct prompts, T tokens.
 """
@@ -40,7 +39,9 @@ class Pixels:
     """
 
     digests: tuple[str, ...]
+    """Of the pictures, in their order."""
     tensors: "dict[str, Tensor]"
+    """By the model's names."""
     num_tokens: tuple[int, ...]
     """How many tokens the processor makes of each picture."""
 
@@ -68,12 +69,13 @@ class PromptImages:
         assert config.images is not None, "a run of text has no pictures"
         self.processor: PictureProcessor = load_processor(config.model.path, config.images)
         self._kept: WeakValueDictionary[tuple[str, ...], Pixels] = WeakValueDictionary()
-        """Lives as long as a request has them."""
+        """Pixels of a prompt, by the digests of its pictures, for as long as a request has them."""
         self._of_pictures: OrderedDict[str, Pixels] = OrderedDict()
-        """By digest, those that were used last."""
+        """Pixels of single pictures, by digest; what was used longest ago comes first, and goes first."""
         self._num_bytes = 0
         self._lock = Lock()
         self._in_making: dict[tuple[str, ...], asyncio.Task[Pixels]] = {}
+        """Pixels of prompts that are being made, by the digests of their pictures."""
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
@@ -150,8 +152,12 @@ class PromptImages:
         return pixels
 
     def _check_tokens(self, request: GenerationRequest, num_tokens: Sequence[int]) -> None:
-        """Where they do not fit, the model fails on all rows of a batch, or gives one the pictures of
-        another."""
+        """Check that the prompt has as many places for pictures as they have tokens. Where it has not, the
+        model fails on all rows of a batch, or gives one the pictures of another.
+
+        Raises:
+            BrokenImageError: it has not.
+        """
         placeholder = self.processor.placeholder_id
         prompt_ids = request.prompt_ids
         for picture, count in zip(request.pictures, num_tokens, strict=True):

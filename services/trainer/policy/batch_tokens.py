@@ -58,11 +58,11 @@ class BatchTokens:
         sequences: list[int] = []
         for tile in tiles:
             # All segments of a session have one number: ratios and means of sequences go over all of them.
-            numbers: dict[int, int] = {}
+            sequence_of_sample: dict[int, int] = {}
             for row in tile.rows:
-                sequences.append(numbers.setdefault(row.sample, len(numbers)))
-            names = self._names_of(batch.samples[index] for index in numbers)
-            self._tiles.append(_TileNumbers(names, tile.num_scored, len(numbers)))
+                sequences.append(sequence_of_sample.setdefault(row.sample, len(sequence_of_sample)))
+            names = self._names_of(batch.samples[index] for index in sequence_of_sample)
+            self._tiles.append(_TileNumbers(names, tile.num_scored, len(sequence_of_sample)))
         names_of_tiles = {name for tile_numbers in self._tiles for name in tile_numbers.names}
         self._names = [name for name in trained_names() if name in names_of_tiles]
         shared: dict[str, list[float]] = {
