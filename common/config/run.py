@@ -190,13 +190,14 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":
         if all(reward.environment for reward in self.reward.named.values()):
-            self.data.without_truth()  # a note in `data`, which stays the same object
+            # Frozen sections cannot be given a field: `data` keeps a private note of its own.
+            self.data.without_truth()
         return self
 
     @model_validator(mode="after")
     def _take_images(self) -> "RunConfig":
         if self.images is not None:
-            self.data.with_images()  # likewise
+            self.data.with_images()  # a private note of `data`, as above
         return self
 
     @property

@@ -141,6 +141,7 @@ class WorkerProcess:
         self._end_reason = ""
         self._has_started = False
         self.waiting: dict[int, Answer] = {}
+        """Requests that have not been ended yet, by number."""
         self.is_sound = True
         """Whether it may get further requests."""
 

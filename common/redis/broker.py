@@ -168,12 +168,16 @@ class Broker:
         return broker
 
     async def execute(self, *command: Any) -> Any:
+        """Run one command. A read that blocks (BLOCK) has one stream; its waits for entries do not count as
+        waiting for Redis."""
         if "BLOCK" not in command:
             return await self._timed(lambda: self.redis.execute_command(*command))
+        # ..., "STREAMS", stream, from which id on
         *_, stream, _ = command
         if stream in self._flowing:
             at = command.index("BLOCK")
-            reply = await self.execute(*command[:at], *command[at + 2 :])
+            without_block = (*command[:at], *command[at + 2 :])
+            reply = await self.execute(*without_block)
             if reply:
                 return reply
             self._flowing.discard(stream)
@@ -318,7 +322,7 @@ class Broker:
         metrics.REDIS_WAIT.labels("memory" if is_full else "redis").inc(pause_s)
         if attempt in (1, 5) or attempt % 20 == 0:
             if _is_out_of_files(error):
-                log.error("no connection to Redis can be opened", attempt=attempt, why=_files())
+                log.error("no connection to Redis can be opened", attempt=attempt, why=_out_of_files_text())
             else:
                 log.warning("waiting for Redis", attempt=attempt, error=str(error))
         await asyncio.sleep(pause_s)
@@ -362,7 +366,7 @@ def _is_out_of_files(error: BaseException | None) -> bool:
     return False
 
 
-def _files() -> str:
+def _out_of_files_text() -> str:
     """Message for people when no more files can be opened."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
@@ -401,7 +405,7 @@ def _explain(error: Exception, url: str) -> BrokerError:
     text = str(error).rstrip(".") or "it does not answer"
     where = public_address(url)
     if _is_out_of_files(error):
-        return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
+        return BrokerError(f"no connection to Redis at {where} can be opened: {_out_of_files_text()}.")
     if isinstance(error.__cause__, _FINAL):
         error = error.__cause__  # redis-py wraps the server's answer to AUTH in a ConnectionError
     if isinstance(error, redis_errors.AuthenticationError):

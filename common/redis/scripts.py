@@ -22,7 +22,7 @@ Check = Callable[[], None]
 
 
 class AppendReply(IntEnum):
-    """Of `append_after`; nothing is appended unless it says so."""
+    """What `append_after` returns; nothing is appended unless it says so."""
 
     APPENDED = 1
     ENDS_ELSEWHERE = 0
@@ -30,14 +30,14 @@ class AppendReply(IntEnum):
 
 
 class LeaseReply(IntEnum):
-    """Of `start_group` and `publish_group`."""
+    """What `start_group` and `publish_group` return."""
 
     LOST = 0
     HELD = 1
 
 
 class PartReply(IntEnum):
-    """Of `append_part`."""
+    """What `append_part` returns."""
 
     LEASE_LOST = 0
     KEPT = 1
@@ -48,7 +48,7 @@ class PartReply(IntEnum):
 
 
 class SampleReply(IntEnum):
-    """Of `publish_sample`."""
+    """What `publish_sample` returns."""
 
     LEASE_LOST = 0
     PUBLISHED = 1
@@ -58,14 +58,14 @@ class SampleReply(IntEnum):
 
 
 class ResultReply(IntEnum):
-    """Of `store_result`, where the group goes on without this consumer."""
+    """What `store_result` returns where others finish the group."""
 
     LEASE_LOST = 0
     KEPT = 1
 
 
 class RequeueReply(IntEnum):
-    """Of `requeue`."""
+    """What `requeue` returns."""
 
     DONE = 1
     DEAD_LETTER_GONE = 0
@@ -81,7 +81,7 @@ NO_STREAM = -1
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Of `limits`.
+    """What `limits` returns.
 
     Example: `num_admitted` 0, `wait_ms` 150: the request waits, and asks again in 0.15 s.
     """
@@ -94,12 +94,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """Of `reclaim`."""
+    """What `reclaim` returns."""
 
     server_ms: int
     """The server's time."""
     look_from: str = ""
-    """Where to look for deliveries from the future the next time."""
+    """The entry id from which the next call looks for deliveries from the future (from before the server's
+    clock was set back); empty: it need not look."""
     entries: Sequence[tuple[bytes, Any, int]] = ()
     """Entries that were taken over: id, fields as Redis lists them, and how often each was delivered."""
     has_jumped: bool = False
@@ -344,7 +345,7 @@ async def reclaim(
 ) -> Reclaimed:
     """Take over entries of consumers that have been silent for so long, or only of `holder`. `look_from` is
     where to look for deliveries from the future (empty: nowhere), `latest_ms` the latest plausible time of
-    the server (0: any). What the caller has `worked_on` is no further delivery."""
+    the server (0: any). Entries that the caller has `worked_on` do not count as delivered once more."""
     args = [group, consumer, idle_ms, count, look_from, latest_ms, holder, *worked_on]
     server_ms, *rest_of_reply = await broker.script("reclaim", [stream], args, check)
     if not rest_of_reply:
@@ -395,8 +396,8 @@ async def start_group(
     replaces: bool,
     check: Check | None = None,
 ) -> LeaseReply:
-    """Note the version at which the group of a held ticket was started, unless one is noted and this one
-    does not replace it."""
+    """Note the version at which the group of a held ticket was started. One that is noted already stays,
+    unless this one `replaces` it."""
     args = [group, consumer, entry_id, version, int(replaces)]
     return LeaseReply(await broker.script("start_group", [prompts, progress], args, check))
 

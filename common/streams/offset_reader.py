@@ -2,8 +2,9 @@
 
 A server that takes over may lack the newest entries, and give new ones ids by a clock that is behind: then
 there are unread entries below a reader's position. So hashes of some entries that were read are kept, and the
-reader goes back to the newest of these that is unchanged. That is valid among entries of one history only:
-entries read since the last time when no other server was known to have taken over are left out.
+reader goes back to the newest of these that is unchanged. That is valid among entries of one server's history
+only. So its owner says up to where no other server had taken over (`trust`), and what is kept for later
+leaves out the entries above (`sure`).
 """
 
 from typing import Generic, TypeVar
@@ -29,9 +30,12 @@ class Trail:
     """Rungs in the order of reading, spread evenly."""
 
     def __init__(self, rungs: list[Rung] | None = None) -> None:
-        self.rungs: list[Rung] = [(entry_id, mark) for entry_id, mark in rungs or []]
+        # A checkpoint's JSON has lists in place of tuples.
+        self.rungs: list[Rung] = [(entry_id, digest) for entry_id, digest in rungs or []]
         self._sure_to = self.rungs[-1][0] if self.rungs else START
+        """Up to this id, entries are known to be of one server's history."""
         self._stride = 1
+        """Every so many entries, one becomes a rung."""
         self._num_passed = 0
 
     @property
@@ -40,6 +44,7 @@ class Trail:
         return [rung for rung in self.rungs if id_order(rung[0]) <= id_order(self._sure_to)]
 
     def follow(self, entry_id: str, raw: list[bytes]) -> None:
+        """Note an entry that was read; `raw` is its fields as Redis lists them."""
         self._num_passed += 1
         if self._num_passed % self._stride:
             return
@@ -60,8 +65,8 @@ class Trail:
         while self.rungs:
             newest = self.rungs[-LOOKED_AT_ONCE:]
             replies = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
-            for (entry_id, mark), entries in zip(reversed(newest), reversed(replies), strict=True):
-                if entries and not isinstance(entries, Exception) and _hash(entries[0][1]) == mark:
+            for (entry_id, digest), entries in zip(reversed(newest), reversed(replies), strict=True):
+                if entries and not isinstance(entries, Exception) and _hash(entries[0][1]) == digest:
                     self._sure_to = entry_id
                     return entry_id
                 self.rungs.pop()
@@ -90,22 +95,22 @@ class OffsetReader(Generic[M]):
         self.message_type = message_type
         self.position = position
         self.trail = Trail() if trail is None else trail
-        self._is_sure = trail is None
+        self._is_position_checked = trail is None
         self._size = ReadSize(broker.max_bytes)
 
     @property
     def safe_position(self) -> str:
         """A position with no unread entries below it."""
-        return self.position if self._is_sure else START
+        return self.position if self._is_position_checked else START
 
     async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
         """The next entries after the position, which moves on; waits up to `block_s` for the first."""
-        if not self._is_sure:
+        if not self._is_position_checked:
             standing = await self.trail.last_standing(self.broker, self.key)
             # Only backwards: entries after the rung are read again; callers drop those that they have.
             self.position = min(self.position, standing, key=id_order)
             # After the check: if that is cancelled, the next read checks again.
-            self._is_sure = True
+            self._is_position_checked = True
         most = self._size.limit(count)
         command = ("XREAD", "COUNT", most, *block_for(block_s), "STREAMS", self.key, self.position)
         reply = await self.broker.execute(*command)

@@ -34,7 +34,9 @@ class WeightServer:
         """Exactly `length` bytes from `start` on of a file such as `weights/v00000012/model.safetensors`.
         Raises WeightsError: they cannot be read now."""
         answer = self._get(path, {"Range": f"bytes={start}-{start + length - 1}"})
-        total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
+        # "bytes 0-9/1234" where the server gave a part; else it gave all of the file.
+        file_bytes = answer.headers.get("content-range", "").rpartition("/")[2]
+        total = int(file_bytes or len(answer.content))
         if len(answer.content) != length:
             raise WeightsError(f"{answer.url} has {total:,} bytes, and not {length:,} from {start:,} on.")
         return bytes(answer.content)

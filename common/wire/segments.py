@@ -136,13 +136,15 @@ class Session(BaseModel):
     environment: str = Field(description="as `rollout.environment.use` names it")
     turns: tuple[Turn, ...] = Field((), description="those of the first segment")
     forks: tuple[Segment, ...] = Field(
-        (), description="further ones, by their last answers: the last is the final one"
+        (), description="further segments, in the order of their last answers: the last one ends the session"
     )
     messages: tuple[dict[str, Any], ...] = Field(
         (), description="what was said after the prompt, by the model and the environment, as chat messages"
     )
     end: SessionEnd = "done"
-    late: Late = Field("", description="what was late, where `end` is `timeout`; empty of older releases")
+    late: Late = Field(
+        "", description="what was late, where `end` is `timeout`; older releases left it empty"
+    )
     reward: float | None = Field(None, description="the environment's own; absent where it gives none")
     metrics: dict[str, float] = Field(default_factory=dict, description="what the environment counted")
     histories: dict[str, int] = Field(
@@ -155,7 +157,8 @@ class Session(BaseModel):
     num_faults: int = Field(0, ge=0, description="tries before this one that ended in an environment's fault")
     row_images: tuple[Image, ...] | None = Field(
         None,
-        description="the row's pictures, where a program wrote the prompts; else those of the first",
+        description="the row's pictures, where a program wrote the prompts; absent where no program did, as "
+        "then they are those of the first prompt",
         exclude_if=lambda images: images is None,
     )
 

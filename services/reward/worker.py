@@ -297,6 +297,7 @@ class RewardLane(LaneWorker[Trajectory]):
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
         self.num_held = 0
+        """Samples that were begun and are not released: not yet published, handed back or lost."""
         self._num_extra_slots = 0
         """How many samples more than its slots this lane may hold."""
         self._num_asked = 0
@@ -305,6 +306,7 @@ class RewardLane(LaneWorker[Trajectory]):
         """How long scores have taken lately; 0 before the first."""
         is_direct = not self.groups.is_needed and context.config.reward.delay_s is None
         self._is_queueing = is_direct and scorer.reward.is_queueing
+        """Whether the function's process queues samples, so that the lane may hold more than its slots."""
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
         self._first_attempts: dict[Delivery[Trajectory], BreakOff] = {}
@@ -353,7 +355,10 @@ class RewardLane(LaneWorker[Trajectory]):
         suspects: list[Delivery[Trajectory]] = []
         trusted: list[Delivery[Trajectory]] = []
         for delivery in deliveries:
-            (suspects if self.quarantine.is_suspect(delivery) else trusted).append(delivery)
+            if self.quarantine.is_suspect(delivery):
+                suspects.append(delivery)
+            else:
+                trusted.append(delivery)
         await self.quarantine.admit(self.consumer, trusted)
         for delivery in trusted:
             if not delivery.is_lost:
@@ -476,6 +481,7 @@ class RewardLane(LaneWorker[Trajectory]):
             self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
 
     def _finish(self, task: asyncio.Task[bool]) -> None:
+        """Free the slot of a task that kept no score; `_publish_for_ever` frees those of scores."""
         if task.cancelled() or task.exception() is not None or not task.result():
             self._release()
 

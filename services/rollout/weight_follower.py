@@ -104,6 +104,7 @@ class WeightFollower:
         self.num_waiting = 0
         """Groups that wait for a version to arrive."""
         self._held: WeightManifest | None = None
+        """What the engine holds; None for the starting model, and where it is in doubt."""
         self.history = 0
         """Increases when the engine has left a lost history: samples that began before that are lost."""
         self._is_leaving = False

@@ -124,12 +124,13 @@ class RolloutWorker(LaneWorker[Ticket]):
             engine.on_report = self.slots.report
         else:
             self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
-        self._count()
+        self._update_slots()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
         self.num_turns = 0
         self.num_playing = 0
         self.faults_in_row = 0
         self._asked: set[str] = set()
+        """Ids of the requests that the engine has not answered."""
         self._images: ImageStore | None = None
         if config.images is not None:
             from tidemill.common.images import store
@@ -155,7 +156,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         for delivery in deliveries:
             self.begin(delivery, self._work(delivery)).add_done_callback(self._ended)
-            self._count()
+            self._update_slots()
 
     def given_up(self, delivery: Delivery[Ticket]) -> str:
         """A ticket may be delivered `streams.max_attempts` times."""
@@ -179,9 +180,10 @@ class RolloutWorker(LaneWorker[Ticket]):
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             self.slots.end(len(self.running))
-        self._count()
+        self._update_slots()
 
-    def _count(self) -> None:
+    def _update_slots(self) -> None:
+        """Have the loop look for a free slot again, and show the number of slots."""
         held = len(self.running)
         metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(held)
         metrics.GROUP_SLOTS.labels(self.lane).set(held + max(0, self.num_free))
@@ -251,7 +253,7 @@ class RolloutWorker(LaneWorker[Ticket]):
                 waited_s = max(0.0, time.time() - ticket.issued_at)
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
             # Before recorded plays are read: they are continued only where they are of this history.
-            history = self.follower.history
+            weight_history = self.follower.history
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
                 # Without a sample: if all are published, this acknowledges the ticket.
@@ -268,7 +270,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
                     generating = self._generate_sample(
-                        delivery, plays[index], index, history, faults, pictures
+                        delivery, plays[index], index, weight_history, faults, pictures
                     )
                     samples.create_task(generating)
             for fault in faults.values():
@@ -417,11 +419,15 @@ class RolloutWorker(LaneWorker[Ticket]):
         delivery: Delivery[Ticket],
         play: RecordedPlay,
         index: int,
-        history: int,
+        weight_history: int,
         faults: dict[int, EnvironmentFaultError | MachineFaultError],
         pictures: tuple[Picture, ...],
     ) -> None:
-        """`history` is that of the weights that the sample begins with, `pictures` those of the ticket."""
+        """Play one sample and publish it, or note its fault in `faults`.
+
+        `weight_history` is the follower's `history` of the weights that the sample begins with, `pictures`
+        are those of the ticket.
+        """
         ticket = delivery.message
         started_at = time.time()
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
@@ -454,7 +460,7 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         async def keep(play_name: bytes, number: int, play_part: Part) -> bool:
             # Else a sample that is dropped below would be continued.
-            if self.follower.is_lost(history):
+            if self.follower.is_lost(weight_history):
                 return False
             return await self._keep_part(delivery, index, play_name, number, play_part)
 
@@ -477,7 +483,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             self.num_playing -= 1
         # The trainer went back to an older version while this was played: its weights are no longer the
         # run's. It is dropped, and the loop in `generate` generates it again.
-        if self.follower.is_lost(history):
+        if self.follower.is_lost(weight_history):
             return
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
@@ -494,7 +500,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             fault=engine_fault,
         )
         published = await self._checked_in(sample)
-        if self.follower.is_lost(history):  # meanwhile: the store may have been away
+        if self.follower.is_lost(weight_history):  # meanwhile: the store may have been away
             return
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
         self.faults_in_row = 0
@@ -511,7 +517,8 @@ class RolloutWorker(LaneWorker[Ticket]):
     async def _keep_part(
         self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, play_part: Part
     ) -> bool:
-        """Append a part of a sample, or a claim to it; returns whether it is kept.
+        """Append a part of a sample, or a claim to it; returns whether it is kept. `name` is that of the
+        play, `number` which of its parts this is.
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
@@ -522,7 +529,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         payload = codec.encode_payload(play_part.model_copy(update={"term": self.follower.term}))
         if max_bytes is not None and len(payload) > max_bytes:
             return False
-        if claims is not None and self.lane is Lane.TRAIN and (play_part.choices or claims.is_large(payload)):
+        is_claimed = bool(play_part.choices) or (claims is not None and claims.is_large(payload))
+        if claims is not None and self.lane is Lane.TRAIN and is_claimed:
             try:
                 claim = await claims.threads.run(claims.put, ticket.ticket, index, payload)
                 payload = codec.encode_payload(Part(claim=claim))

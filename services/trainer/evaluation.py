@@ -34,7 +34,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.keys import EVAL, REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import (
     DeadLetter,
     Lane,
@@ -395,7 +395,7 @@ def _missing(groups: Mapping[int, Group]) -> set[TrajectoryKey]:
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """The wanted samples that a dead letter of the evaluation lane says will not come."""
-    if isinstance(letter, Garbled) or not letter.message.origin.endswith(":eval"):
+    if isinstance(letter, Garbled) or not letter.message.origin.endswith(EVAL):
         return set()
     ticket = letter.message.ticket
     index = letter.message.index

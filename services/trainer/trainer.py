@@ -190,16 +190,16 @@ class Trainer:
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
         outstanding = self.scheduler.outstanding
         trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
-        of_prompts = prompts.outcomes(trained), prompts.sizes(tickets)
         commit = make_commit(
             step,
             result,
             dropped,
-            numbers,
-            state.committed,
-            started_at,
-            *of_prompts,
-            self.runner.policy.processor,
+            metrics=numbers,
+            digest=state.committed,
+            started_at=started_at,
+            outcomes=prompts.outcomes(trained),
+            sizes=prompts.sizes(tickets),
+            processor=self.runner.policy.processor,
         )
         await self._commit(commit, result)
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)

@@ -92,6 +92,7 @@ PRESETS: dict[str, dict[str, Any]] = read_table("presets")
 CORRECTIONS: dict[str, dict[str, Any]] = read_table("corrections")
 """Defaults by the names of verl's rollout correction, for the fields about ratios."""
 
+# A `Literal` of names that are only known when the files are read: mypy checks them as text, pydantic each.
 if TYPE_CHECKING:
     Preset = str
     Correction = str

@@ -46,10 +46,10 @@ def fit(draft: Draft) -> None:
         total = draft.get("data.max_prompt_tokens") + draft.get("rollout.sampling.max_tokens")
         draft.put("model.max_model_len", total, note="prompt and completion")
     train = draft.get("data.train")
-    source_sizes = (
-        [row["group_size"] for row in train if isinstance(row, dict)] if isinstance(train, list) else []
-    )
-    if 1 in (draft.get("trainer.group_size"), *source_sizes):
+    group_sizes = [draft.get("trainer.group_size")]
+    if isinstance(train, list):  # sources, of which each may have its own
+        group_sizes += [row["group_size"] for row in train if isinstance(row, dict)]
+    if 1 in group_sizes:
         draft.put("reward.min_group_size", 1, note="groups of one")
     _fit_ratio(draft)
     _fit_weights(draft)
@@ -89,12 +89,14 @@ def _fit_ratio(draft: Draft) -> None:
 
 
 def _moves(draft: Draft) -> bool:
+    """Whether the ratio may be another number than 1: the weights move within a step, or it is the ratio to
+    the rollout."""
     return draft.updates_per_step > 1 or OLD in draft.fields
 
 
 def _fit_weights(draft: Draft) -> None:
-    """Drop importance weights without recomputed logprobs. They are per sequence where the ratio is."""
-    if OLD in draft.fields:
+    """Drop importance weights where `old_logprobs` is rollout. They are per sequence where the ratio is."""
+    if OLD in draft.fields:  # which is set for `rollout` only
         draft.drop(IMPORTANCE, "automatic", "the ratio to the rollout is the weight")
     elif draft.get(IMPORTANCE + "mode") != "truncate":
         draft.drop(IMPORTANCE + "normalise")
@@ -108,6 +110,7 @@ def _fit_dual_clip(draft: Draft) -> None:
     """Drop a dual clip without a ratio to bound, or that the config refuses beside its ordinary clip."""
     is_without_effect = (draft.get(DUAL) or 0.0) > HIGHEST_DUAL_CLIP
     if is_without_effect:
+        # For `problem` below, which must not report the number itself.
         draft.fields[DUAL] = HIGHEST_DUAL_CLIP
     if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or "dual_clip" in draft.problem():
         why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"

@@ -114,10 +114,12 @@ def gather_evidence(
     shares = _shares_of_steps(recent, step_s)
     is_stalled = since_commit_s > max(STALLED_S, STALLED_STEPS * (step_s or 0.0))
     # A step may take far longer than the minute that a heartbeat covers.
-    by_steps = {"trainer"} if "trainer" in shares and not is_stalled else set()
+    is_trainer_known = "trainer" in shares and not is_stalled
     for role in ROLES:
+        if role == "trainer" and is_trainer_known:
+            continue
         beats = [beat for beat in alive if beat.role == role and beat.shares]
-        if beats and role not in by_steps:
+        if beats:
             states = sorted({state for beat in beats for state in beat.shares})
             means = {}
             for state in states:
@@ -130,14 +132,14 @@ def gather_evidence(
         num_workers = {role: round(_mean(recent, f"stages/{role}_workers")) for role in WORKERS}
     redis_ms = [beat.counts["redis_ms"] for beat in alive if "redis_ms" in beat.counts]
     return Evidence(
-        shares,
-        num_workers,
-        bool(alive),
-        _score_use(recent, alive),
-        max(redis_ms) / 1000 if redis_ms else None,
-        step_s,
-        max_staleness,
-        _failing_share(recent, alive),
+        shares=shares,
+        num_workers=num_workers,
+        is_live=bool(alive),
+        score_use=_score_use(recent, alive),
+        redis_s=max(redis_ms) / 1000 if redis_ms else None,
+        step_s=step_s,
+        max_staleness=max_staleness,
+        failing_share=_failing_share(recent, alive),
     )
 
 
@@ -226,14 +228,14 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
     # Where stages overlap, a trainer that waits for another stage is not what the run waits for.
     if evidence.max_staleness and sum(evidence.waits("trainer").values()) > IDLE_SHARE and others:
         stage = others[0]
-    more = {}
+    step_with_one_more_s = {}
     for role in WORKERS:
         step_s = _step_with_one_more(evidence, blame, role)
         if step_s is not None:
-            more[role] = step_s
+            step_with_one_more_s[role] = step_s
     if stage in WORKERS:
         text = _reasons_of_workers(evidence, stage)
-        advice = _advice_on_workers(evidence, stage, more)
+        advice = _advice_on_workers(evidence, stage, step_with_one_more_s)
     else:
         text = _reasons(evidence, stage)
         advice = ADVICE[stage]
@@ -241,12 +243,13 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
             advice = (
                 "Let generation go on meanwhile: trainer.max_staleness 1. Else give the trainer more GPUs."
             )
-    if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
+    clear_share = IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE
+    if blame[stage] < clear_share:
         parts = ", ".join(f"{name} {share:.0%}" for name, share in list(blame.items())[:3])
         largest = text.replace(" is the bottleneck: ", ": ", 1)
         beside = "" if stage == next(iter(blame)) else " beside the trainer"
         text = f"no stage stands out: of a step's time, {parts}. The largest{beside}, {largest}"
-    return Bottleneck(stage, blame, text, advice, more, evidence)
+    return Bottleneck(stage, blame, text, advice, step_with_one_more_s, evidence)
 
 
 def _blame(evidence: Evidence) -> dict[str, float]:
@@ -254,16 +257,17 @@ def _blame(evidence: Evidence) -> dict[str, float]:
 
     Time that the trainer waits for a stream is divided by what the workers that write it do in that time.
     """
-    makers = {f"{WAIT}{product}": role for role, (_, _, product) in WORKERS.items()}
+    role_waited_for = {f"{WAIT}{product}": role for role, (_, _, product) in WORKERS.items()}
     blame: defaultdict[str, float] = defaultdict(float)
     for state, share in evidence.shares.get("trainer", {}).items():
-        role = makers.get(state)
+        role = role_waited_for.get(state)
         if role is not None:
+            _, without_work, _ = WORKERS[role]
             parts: defaultdict[str, float] = defaultdict(float)
-            for own_state, fraction in evidence.shares.get(role, {}).items():
-                # A maker without work waits for the trainer itself: that time says nothing of the cause.
-                if own_state not in (WORKERS[role][1], WAIT_START):
-                    parts[BLAMED_STATES.get(own_state, role)] += fraction
+            for worker_state, fraction in evidence.shares.get(role, {}).items():
+                # A worker without work waits for the trainer itself: that time says nothing of the cause.
+                if worker_state not in (without_work, WAIT_START):
+                    parts[BLAMED_STATES.get(worker_state, role)] += fraction
             if not any(parts.values()):
                 parts[role] = 1.0
             for stage, fraction in parts.items():
@@ -275,19 +279,24 @@ def _blame(evidence: Evidence) -> dict[str, float]:
 
 
 def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) -> float | None:
-    """Seconds of a step: of the busiest stage where stages overlap, of all where they take turns."""
+    """Seconds of a step, at best, with one more worker of this role; None where that cannot be said. A step
+    takes as long as its busiest stage where stages overlap, and as all together where they take turns."""
     number = evidence.num_workers.get(role, 0)
     step_s = evidence.step_s
     if not number or not step_s:
         return None
     if evidence.max_staleness == 0:
+        # The role's part of the step shrinks from 1 to n / (n + 1).
         return step_s * (1.0 - blame.get(role, 0.0) / (number + 1))
     loads = {name: evidence.busy(name) or 0.0 for name in ROLES}
     busiest = max(loads.values())
     if not busiest:
         return None
     loads[role] *= number / (number + 1)
-    return step_s * max(max(loads.values()) / busiest, 1.0 - blame.get(role, 0.0))
+    by_load = max(loads.values()) / busiest
+    # More than the waits for this role cannot be saved.
+    without_waits = 1.0 - blame.get(role, 0.0)
+    return step_s * max(by_load, without_waits)
 
 
 def _reasons(evidence: Evidence, stage: str) -> str:
@@ -334,7 +343,7 @@ def _reasons_of_workers(evidence: Evidence, role: str) -> str:
     return f"{text}; {who} {work}{'s' if number == 1 else ''} {busy or 0.0:.0%} of what is possible"
 
 
-def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) -> str:
+def _advice_on_workers(evidence: Evidence, role: str, step_with_one_more_s: dict[str, float]) -> str:
     if evidence.is_live and not evidence.num_workers.get(role):
         return f"Start one: python -m tidemill.services.{role} --run RUN_ID."
     if role == "reward" and evidence.failing_share > MOSTLY_FAILING:
@@ -348,9 +357,9 @@ def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) ->
             "A score takes long, but more workers would not help: most of what they could do at once is "
             "unused. Make scores faster, or raise trainer.max_staleness so that more of them are under way."
         )
-    if role in more and evidence.step_s:
+    if role in step_with_one_more_s and evidence.step_s:
         return (
-            f"With one more {role} worker a step would take {more[role]:.3g} s instead of "
+            f"With one more {role} worker a step would take {step_with_one_more_s[role]:.3g} s instead of "
             f"{evidence.step_s:.3g} s, at best."
         )
     return f"Add {role} workers; they may join now."

@@ -44,7 +44,7 @@ from tidemill.common.streams import (
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
-from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.keys import EVAL, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, Ticket, Trajectory
 from tidemill.services.console.commands import DeadChoice, DeadFilter, DropOptions, ShowDeadOptions
 from tidemill.services.console.run.folder import connected, find_run, log_nothing
@@ -86,7 +86,7 @@ class DeadEntry:
 
     @property
     def lane(self) -> Lane:
-        return Lane.EVAL if self.content.origin.endswith(":eval") else Lane.TRAIN
+        return Lane.EVAL if self.content.origin.endswith(EVAL) else Lane.TRAIN
 
     @property
     def died_at(self) -> float:

@@ -15,6 +15,7 @@ from tidemill.common.history.history import History
 from tidemill.common.streams.entries import Entry, entry_id_of
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.images import Image
+from tidemill.common.wire.keys import EVAL
 from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
@@ -57,10 +58,19 @@ async def near_tickets(
 ) -> Selection:
     """Selects tickets `first` to `last` in streams whose entry ids are times: from the issue of the first
     ticket to `commit`, which trained or dropped them."""
+    since = "-"
+    until = "+"
     issued = await history.ticket(first, lane)
-    since = f"{max(0, int(1000 * (issued.issued_at - CLOCK_SPARE_S)))}-0" if issued else "-"
-    until = f"{int(1000 * (commit.finished_at + CLOCK_SPARE_S))}-0" if commit and commit.finished_at else "+"
+    if issued:
+        since = _id_at(issued.issued_at - CLOCK_SPARE_S)
+    if commit and commit.finished_at:
+        until = _id_at(commit.finished_at + CLOCK_SPARE_S)
     return Selection(since, until, tickets=(first, last))
+
+
+def _id_at(time_s: float) -> str:
+    """The id of an entry that Redis appends at this time, in seconds since 1970."""
+    return f"{max(0, int(1000 * time_s))}-0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,10 @@ class GroupRecord:
     @property
     def dropped_as(self) -> str:
         """Why the group was dropped; empty where it was not."""
-        return dict(dropped_groups(self.commit)).get(self.number, "") if self.commit else ""
+        if self.commit is None:
+            return ""
+        reasons = dict(dropped_groups(self.commit))
+        return reasons.get(self.number, "")
 
     @property
     def prompt_source(self) -> Ticket | Trajectory | None:
@@ -202,11 +215,11 @@ async def _read_samples_of(history: History, group: GroupRecord, places: KnownPl
     number = group.number
     lane = group.lane
     trajectories = await read_trajectories(history, number, lane, places.trajectories)
-    scored: list[Score] = []
+    scores: list[Score] = []
     if places.scores:
         wanted = Selection(*places.scores, tickets=(number, number))
-        scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
-    return samples_of(trajectories, scored, group.commit, number)
+        scores = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
+    return samples_of(trajectories, scores, group.commit, number)
 
 
 async def read_groups(
@@ -216,7 +229,7 @@ async def read_groups(
     it held in memory. Dead letters and replacements are left to `read_group`."""
     wanted = Selection(steps=steps)
     trajectories: dict[int, list[Trajectory]] = defaultdict(list)
-    scored: dict[int, list[Score]] = defaultdict(list)
+    scores: dict[int, list[Score]] = defaultdict(list)
     commits: dict[int, Commit] = {}
     issued = {m.ticket: m async for m in history.messages(StreamName.PROMPTS.of(lane), Ticket, wanted)}
     async for trajectory in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, wanted):
@@ -230,13 +243,13 @@ async def read_groups(
         # Selected by tickets: a score has no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
-            scored[score.ticket].append(score)
-    return [
-        GroupRecord(
-            n, lane, issued.get(n), samples_of(trajectories[n], scored[n], commits.get(n), n), commits.get(n)
-        )
-        for n in numbers
-    ]
+            scores[score.ticket].append(score)
+    groups = []
+    for number in numbers:
+        commit_of_group = commits.get(number)
+        samples = samples_of(trajectories[number], scores[number], commit_of_group, number)
+        groups.append(GroupRecord(number, lane, issued.get(number), samples, commit_of_group))
+    return groups
 
 
 async def read_trajectories(
@@ -254,13 +267,14 @@ async def _letters(history: History, number: int, lane: Lane) -> list[tuple[str,
     async for record in history.scan(StreamName.DEAD, Selection(tickets=(number, number))):
         if not isinstance(record, Entry) or not isinstance(letter := record.message, DeadLetter):
             continue
-        if letter.origin.endswith(":eval") == (lane is Lane.EVAL) and len(letters) < MAX_LETTERS:
+        is_of_evaluation = letter.origin.endswith(EVAL)
+        if is_of_evaluation == (lane is Lane.EVAL) and len(letters) < MAX_LETTERS:
             letters.append((record.entry_id, letter))
     return letters
 
 
 def samples_of(
-    trajectories: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
+    trajectories: Iterable[Trajectory], scores: Iterable[Score], commit: Commit | None, number: int
 ) -> list[SampleRecord]:
     """The samples of a group, by index, from its messages and the commit that names it."""
     samples: dict[int, SampleRecord] = {}
@@ -270,7 +284,7 @@ def samples_of(
             sample.trajectory = trajectory
         else:
             sample.later_trajectories.append(trajectory)
-    for score in scored:
+    for score in scores:
         sample = samples.setdefault(score.index, SampleRecord(score.index))
         # After all trajectories: which score counts depends on the tokens that it is of.
         tokens = sample.trajectory.tokens_digest if sample.trajectory else ""
@@ -331,6 +345,7 @@ class SampleFacts:
     tokens_digest: str = ""
 
     def take(self, score: Score) -> None:
+        """Fill in what the score says."""
         self.scorer = score.worker
         self.scored_at = score.scored_at
         self.latency_s = score.latency_s
@@ -439,16 +454,17 @@ async def read_samples(
         samples.setdefault(trajectory.key, _generated(trajectory))
     if not samples:
         return {}
-    near = Selection(tickets=(min(samples)[0], max(samples)[0]))
-    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, near)
+    # By number alone: bounds of `near` are times, and ids of tickets are none.
+    of_tickets = Selection(tickets=(min(samples)[0], max(samples)[0]))
+    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, of_tickets)
     issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
     for (ticket, _), facts in samples.items():
         facts.issued_at = issued.get(ticket, 0.0)
-    scored: set[TrajectoryKey] = set()
-    async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
+    scored_keys: set[TrajectoryKey] = set()
+    async for score in history.messages(StreamName.SCORES.of(lane), Score, of_tickets):
         sample = samples.get(score.key)
-        if sample and score.key not in scored and score.is_of(sample.tokens_digest):
-            scored.add(score.key)
+        if sample and score.key not in scored_keys and score.is_of(sample.tokens_digest):
+            scored_keys.add(score.key)
             sample.take(score)
     return samples
 

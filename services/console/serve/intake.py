@@ -80,8 +80,8 @@ class LargeRequest:
 
 
 class RequestReader:
-    """Reads requests; one large one at a time, in a process that is started with the first. So are those with
-    pictures, which are decoded and stored there."""
+    """Reads requests: small ones at once, large ones and those with pictures one at a time in a process that
+    is started with the first. Pictures are decoded and stored there."""
 
     def __init__(self, images: ImagesConfig | None = None, run_dir: Path = Path(), url: str = "") -> None:
         """`images` is the config's section; pictures are stored in the run's folder, or below `url`."""
@@ -167,7 +167,8 @@ class RequestReader:
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts a body of so many bytes as held, until the end of the block."""
+        """Yields `hold(wanted)`, to be called as a body grows: it counts a body of `wanted` bytes, all of it,
+        as held until the end of the block."""
         num_bytes = 0
 
         def hold(wanted: int) -> None:

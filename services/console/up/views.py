@@ -35,8 +35,8 @@ MAX_EVENTS = 5
 BLOCKED = "blocked"
 FAILING = "failing"
 SHORT_OF_CPU = "short of CPU"
-PRESENT = (BLOCKED, FAILING, SHORT_OF_CPU)
-"""Kinds of news about processes that are alive."""
+OF_PROCESSES = (BLOCKED, FAILING, SHORT_OF_CPU)
+"""Kinds of news about what goes wrong in processes now; the others are of the run, and stay true."""
 SILENCE_S = 10.0
 """With a snapshot older than this, it is said that Redis does not answer."""
 LOADING_S = 30.0
@@ -47,6 +47,7 @@ FIRST_STEP_S = 10.0
 REPORTING = ("trainer", "rollout", "reward")
 """Roles whose processes report."""
 AGAIN_AFTER_S = 10.0
+"""A trouble is said again no sooner than when it has lasted this long."""
 OVER_AFTER_S = 60.0
 """A trouble that was not seen for this long is over: a disk is tried again every half minute."""
 
@@ -107,16 +108,17 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         name = item.get("set")
         yield News((version, 1), (EVALUATION, version, name), partial(evaluation_line, item), item)
     for item in snapshot.state.get("warnings") or []:
-        position = (item.get("check"), item.get("since_step"), item.get("until_step"))
-        begun = "warning: " if position[-1] is None else ""
-        yield News((math.inf, 0), ("warning", *position), partial("{}{}".format, begun, warning_line(item)))
+        until_step = item.get("until_step")
+        identity = ("warning", item.get("check"), item.get("since_step"), until_step)
+        begun = "warning: " if until_step is None else ""
+        yield News((math.inf, 0), identity, partial("{}{}".format, begun, warning_line(item)))
     for name, detail in snapshot.blocked.items():
         line = partial("warning: {}: {}".format, name, detail)
         # By its cause: how long a loop was blocked changes with every heartbeat.
         yield News((math.inf, 1), (BLOCKED, name, cause_of(detail)), line)
     for failure in snapshot.failures:
-        identity = (FAILING, failure.what, failure.kind, failure.cause, doubling(failure.count))
-        yield News((math.inf, 2), identity, partial(failure_line, failure))
+        cause = (FAILING, failure.what, failure.kind, failure.cause, doubling(failure.count))
+        yield News((math.inf, 2), cause, partial(failure_line, failure))
     starved = starved_line(snapshot)
     if starved:
         yield News((math.inf, 3), (SHORT_OF_CPU,), partial("warning: {}".format, starved))
@@ -216,8 +218,8 @@ class PlainView:
         """Report what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item.position)
         if self._shown is None:
-            # What troubles processes troubles them now: it is printed after a resume, too.
-            self._shown = {item.identity for item in news if item.identity[0] not in PRESENT}
+            # What goes wrong in processes goes wrong now: after a resume it is printed, too.
+            self._shown = {item.identity for item in news if item.identity[0] not in OF_PROCESSES}
         for item in news:
             if item.identity not in self._shown:
                 self._shown.add(item.identity)

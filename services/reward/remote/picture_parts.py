@@ -39,8 +39,10 @@ def mark_pictures(sample: RewardSample) -> tuple[RewardSample, list[str]]:
 async def put_pictures(
     messages: ChatMessages, marks: Sequence[str], sample: RewardSample, reader: PictureReader
 ) -> tuple[ChatMessages, int]:
-    """The messages with the sample's pictures in place of the marks, and about how many tokens these are. In
-    those of the system, where servers take none, stands `<image>`. Nothing is read where no mark is.
+    """The messages with the sample's pictures in place of the marks, and about how many tokens these are.
+
+    Servers take no picture in a message of the system: there `<image>` takes a mark's place. Pictures are
+    read only where there is a mark.
 
     Raises:
         AttemptError: a picture is missing or damaged.
@@ -48,13 +50,13 @@ async def put_pictures(
     texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
     if not any(mark in text for mark in marks for text in texts):
         return messages, 0
-    files = dict(zip(marks, await reader.read(sample), strict=True))
+    png_by_mark = dict(zip(marks, await reader.read(sample), strict=True))
     # Those of the policy's model: the server's may make others of them.
     num_tokens = sum(image.num_tokens for image in sample.trajectory.prompt_images)
-    return [{**message, "content": _content_of(message, files)} for message in messages], num_tokens
+    return [{**message, "content": _content_of(message, png_by_mark)} for message in messages], num_tokens
 
 
-def _content_of(message: dict[str, Any], files: Mapping[str, bytes]) -> Any:
+def _content_of(message: dict[str, Any], png_by_mark: Mapping[str, bytes]) -> Any:
     """The content of a message with the pictures of its marks: text, or texts and pictures in their order.
 
     Example: "What is <image-5a...>?" becomes a text, an `image_url` and a text.
@@ -62,15 +64,17 @@ def _content_of(message: dict[str, Any], files: Mapping[str, bytes]) -> Any:
     text = message.get("content")
     if not isinstance(text, str):
         return text
-    pieces = re.split(f"({'|'.join(map(re.escape, files))})", text)
+    any_mark = "|".join(map(re.escape, png_by_mark))
+    # With a group, so that the marks are among the pieces.
+    pieces = re.split(f"({any_mark})", text)
     if message.get("role") == "system":
-        return "".join(MARK if piece in files else piece for piece in pieces)
+        return "".join(MARK if piece in png_by_mark else piece for piece in pieces)
     if len(pieces) == 1:
         return text
     blocks: list[dict[str, Any]] = []
     for piece in pieces:
-        if piece in files:
-            address = f"data:image/png;base64,{base64.b64encode(files[piece]).decode()}"
+        if piece in png_by_mark:
+            address = f"data:image/png;base64,{base64.b64encode(png_by_mark[piece]).decode()}"
             blocks.append({"type": "image_url", "image_url": {"url": address}})
         elif piece:
             blocks.append({"type": "text", "text": piece})

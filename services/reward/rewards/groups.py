@@ -78,8 +78,9 @@ class GroupScoring:
         lane: Lane,
         reward: WeightedSum,
         post_processing: "PostProcessing",
-        published: Callable[[Lane, Score], None],
+        on_published: Callable[[Lane, Score], None],
     ) -> None:
+        """`on_published` hears of each score that was published."""
         self._consumer = consumer
         self._keys = context.keys
         self._worker = context.name
@@ -87,7 +88,7 @@ class GroupScoring:
         self._broker = context.broker
         self._reward = reward
         self._post_processing = post_processing
-        self._published = published
+        self._on_published = on_published
         # Evaluation is never post-processed.
         self._is_post_processed = lane is Lane.TRAIN and post_processing.is_any
         self.is_needed = reward.has_group_rewards or self._is_post_processed
@@ -95,7 +96,8 @@ class GroupScoring:
     async def bring(
         self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Outcomes]]
     ) -> None:
-        """Score one trajectory by `score`, and the whole group if it is the last.
+        """Score one trajectory by `score` and keep the result. With the last one, finish the group and
+        publish all its scores.
 
         A lost lease is no error: another worker has the trajectory then.
         """
@@ -121,7 +123,7 @@ class GroupScoring:
                 await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
                 metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
                 for group_score in scores:
-                    self._published(self._lane, group_score)
+                    self._on_published(self._lane, group_score)
         except LeaseLostError:
             return
 
@@ -132,8 +134,10 @@ class GroupScoring:
         if num_missing:
             return self._failed(delivery.message.ticket, results, num_missing)
         samples = [RewardSample(each, self._lane) for each in trajectories if each is not None]
-        together = await self._reward.score_group(samples)
-        outcomes = [result.outcomes | more for result, more in zip(results, together, strict=True)]
+        group_outcomes = await self._reward.score_group(samples)
+        outcomes = []
+        for result, of_group_rewards in zip(results, group_outcomes, strict=True):
+            outcomes.append(result.outcomes | of_group_rewards)
         if self._is_post_processed:
             sums = await self._post_processing.run(samples, outcomes)
         else:
@@ -191,12 +195,14 @@ class PostProcessing:
         self._reward = reward
         self._pictures: PictureReader | None = None
         """For a function of groups that takes pictures."""
-        self._limits = config
+        self._limits: RewardLimits = config
+        """Those of `reward.group`, which are the section's."""
         self._classes = [
             (named, named.reward)
             for named in reward.rewards
             if isinstance(named.reward, FunctionReward) and named.reward.function.post_process is not None
         ]
+        """Reward classes with `post_process_scores`."""
         self._execution: Execution | None = None
         self.failures: Counter[str] = Counter()
         """Groups whose post-processing failed for good, by kind of failure."""
@@ -285,4 +291,5 @@ def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
 
 
 def _with_former(new: RewardOutcome, old: RewardOutcome) -> RewardOutcome:
+    """The outcome with a component that tells the value before post-processing."""
     return replace(new, components={**new.components, BEFORE_GROUP: old.value})

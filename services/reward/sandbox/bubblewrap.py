@@ -53,7 +53,9 @@ def make_command(config: SandboxConfig, is_template: bool = False) -> list[str]:
         if os.path.islink(path):
             files += ["--symlink", os.readlink(path), path]
         elif not path.startswith("/usr/"):
-            for folder in list(Path(path).parents)[-2::-1]:  # the jail's user must be able to enter it
+            # From below the root on to the folder that holds it: the jail's user must be able to enter each.
+            above = [folder for folder in reversed(Path(path).parents) if folder != Path("/")]
+            for folder in above:
                 files += ["--perms", "0755", "--dir", str(folder)]
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -68,7 +70,7 @@ def find_packages(has_packages: bool) -> list[str]:
 
 @functools.cache
 def is_admin() -> bool:
-    """Whether this process may make namespaces without one of users."""
+    """Whether this process is root and may make namespaces, so that it needs no user namespace."""
     status = Path("/proc/self/status").read_text().splitlines()
     capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
     return os.geteuid() == 0 and bool(int(capabilities, 16) >> CAP_SYS_ADMIN & 1)

@@ -38,7 +38,9 @@ class Pixels:
     """
 
     digests: tuple[str, ...]
+    """Of the pictures, in their order."""
     tensors: "dict[str, Tensor]"
+    """By the model's names."""
     num_tokens: tuple[int, ...]
     """How many tokens the processor makes of each picture."""
 
@@ -66,9 +68,11 @@ class PromptImages:
         assert config.images is not None, "a run of text has no pictures"
         self.processor: PictureProcessor = load_processor(config.model.path, config.images)
         self._kept: WeakValueDictionary[tuple[str, ...], Pixels] = WeakValueDictionary()
-        """Lives as long as a request has them."""
+        """Pixels of a prompt, by the digests of its pictures, for as long as a request has them."""
         self._of_pictures = Recent[Pixels](CACHED_BYTES)
+        """Pixels of single pictures, by digest."""
         self._in_making: dict[tuple[str, ...], asyncio.Task[Pixels]] = {}
+        """Pixels of prompts that are being made, by the digests of their pictures."""
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
@@ -137,8 +141,12 @@ class PromptImages:
         return pixels
 
     def _check_tokens(self, request: GenerationRequest, num_tokens: Sequence[int]) -> None:
-        """Where they do not fit, the model fails on all rows of a batch, or gives one the pictures of
-        another."""
+        """Check that the prompt has as many places for pictures as they have tokens. Where it has not, the
+        model fails on all rows of a batch, or gives one the pictures of another.
+
+        Raises:
+            BrokenImageError: it has not.
+        """
         placeholder = self.processor.placeholder_id
         prompt_ids = request.prompt_ids
         for picture, count in zip(request.pictures, num_tokens, strict=True):

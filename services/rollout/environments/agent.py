@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 PICTURES_S = 0.1
 """Between two looks at the time of a session whose pictures are being stored or read."""
 SWEEP_S = 5.0
+"""How long after the end of a session leftover processes are looked for, with those of sessions that end
+meanwhile."""
 START_S = 10.0
 """A program that has not asked after this long no longer takes a place among those that start."""
 GRACE_S = 5.0
@@ -228,6 +230,7 @@ class AgentPlayer(Player):
         self._pace = EnginePace()
         self._program = AgentProgram(section.agent, model, self._gateway.placeholder_key)
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        """Places for programs that are starting: one for each core."""
         self._has_ended = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -375,12 +378,15 @@ class AgentPlayer(Player):
 
     def _ended_by(self, error: ProgramError, session: GatewaySession) -> Closing:
         """The result of a session whose program failed. Raises ProgramError: it is to be played again."""
-        session.reached += session.reached[-1:]  # a limit that one branch met counts, even if others went on
+        if session.reached:
+            # Noted once more: a limit that one branch met counts now, even if other branches went on since.
+            session.reached.append(session.reached[-1])
         value = self.section.program_error_value
         is_cut = session.end != "done"
-        is_replayed = self.section.on_program_error == "fault"
-        is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
-        if not session.read_histories or error.cause == "machine" or not (is_models or is_cut):
+        counts_unknown = self.section.on_program_error != "fault"
+        is_models_fault = error.cause == "model" or (error.cause == "unknown" and counts_unknown)
+        is_policys = error.cause != "machine" and (is_models_fault or is_cut)
+        if not session.read_histories or not is_policys:
             raise error
         log.warning(
             "a program ended with an error, at a limit or because the model was wrong",
@@ -406,8 +412,11 @@ def end_leftovers(played: Container[str] = ()) -> int:
             # Found by variables: a program that left its group and its parent has kept them.
             variables = process.environ()
             worker = variables.get(WORKER, "")
-            is_left = variables.get(SESSION) not in played if worker == own_mark else not _is_alive(worker)
-            if worker and is_left:
+            if worker == own_mark:
+                is_left_over = variables.get(SESSION) not in played
+            else:
+                is_left_over = not _is_alive(worker)
+            if worker and is_left_over:
                 process.kill()
                 num_ended += 1
     if num_ended:

@@ -95,9 +95,10 @@ class Precompute:
     async def compute(self, groups: Sequence[Group], step: int) -> int:
         """Compute what `step` needs for the first groups, in one call in the policy's thread: for as many as
         fill a forward pass on each rank, at least for one. Returns for how many."""
-        sums = np.cumsum([_num_tokens(group) for group in groups])
-        most = self.trainer.rank_tokens * self.trainer.num_ranks
-        groups = groups[: max(1, int(np.searchsorted(sums, most, side="right")))]
+        tokens_up_to = np.cumsum([_num_tokens(group) for group in groups])
+        most_tokens = self.trainer.rank_tokens * self.trainer.num_ranks
+        num_fitting = int(np.searchsorted(tokens_up_to, most_tokens, side="right"))
+        groups = groups[: max(1, num_fitting)]
         samples = [sample for group in groups for sample in group.make_samples().values()]
         arrived = [group.arrived for group in groups]
         computed = await self.thread.call(self.policy.precompute, samples)
@@ -149,11 +150,14 @@ def select_groups(
     if trainer.batch_order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
     max_staleness = trainer.max_staleness
+    # A group's deadline is the last step that may train it: its oldest version plus `max_staleness`.
     # Groups that are not complete yet count too: they will need places.
     counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
     due: dict[int, int] = {}
+    """For each horizon, how many groups have a deadline up to it."""
     capacity: dict[int, int] = {}
+    """For each horizon, how many places there are up to it."""
     for horizon in horizons:
         due[horizon] = sum(count for deadline, count in counts.items() if deadline <= horizon)
         capacity[horizon] = places + (horizon - step) * trainer.groups_per_step
@@ -163,6 +167,7 @@ def select_groups(
         waiting[groups[ticket].oldest_version + max_staleness].append(ticket)
     chosen: list[int] = []
     while len(chosen) < places:
+        # Up to the first horizon whose places are all needed, only groups that are due by then may go.
         tight = next((h for h in horizons if due[h] >= capacity[h]), math.inf)
         fitting = [deadline for deadline, tickets in waiting.items() if tickets and deadline <= tight]
         if not fitting:
@@ -186,7 +191,12 @@ class ReplacementLimit:
         self._rounds = trainer.algorithm.max_filter_rounds
         self._rewards: Counter[float] = Counter()
         """The reward of all samples of each group without variance since the last group that was trained."""
-        self.begin_step()
+        self._num_filtered = 0
+        """Groups without variance that were replaced in the step in progress."""
+        self._in_a_row = 0
+        """Groups that were replaced since the last one that was trained."""
+        self._warns_at = 0
+        """How many in a row are the next warning."""
         self.note_trained()
 
     def begin_step(self, reasons: Iterable[str] = ()) -> None:
@@ -199,6 +209,7 @@ class ReplacementLimit:
         return self._in_a_row >= max(LEAST_WARN, self._groups_per_step)
 
     def note_trained(self) -> None:
+        """A group was taken to be trained: count from 0 again."""
         self._in_a_row = 0
         self._warns_at = max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
@@ -276,6 +287,7 @@ class BatchAssembler:
         self.failures = FailureLog()
         """Groups that were replaced, by cause."""
         self._rest_s = 0.0
+        """Pause before the next selection; see `REST_PER_LOOK`."""
 
     async def take(self, step: int, places: int) -> list[Group]:
         """Wait until at least one group is there for `step`, or until all are without `start_early` or with

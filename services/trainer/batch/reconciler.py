@@ -67,19 +67,23 @@ class Reconciler:
         self.keys = keys
         self.scheduler = scheduler
         self.manifest: WeightManifest | None = None
+        """The version that this process announced last."""
         self.term = 0
         """Which trainer process of the run this is: each has a greater number than those before it."""
         self._config: RunConfig | None = None
         self._uid = ""
-        self._token = f'"{secrets.token_hex(8)}"'.encode()
+        self._token = _random_json()
         self._announced_as = ""
+        """The id of the entry with `manifest`; empty until it is appended."""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
         self.epoch = 0
         """How often another server has answered, or an emptied one: ids of an earlier epoch may belong to
         other entries there."""
         self._server = ""
+        """What `_identity` gave at the last look; empty before the first."""
         self._has_restarted = False
+        """Whether an epoch has begun that `take_restart` has not told yet."""
 
     async def begin(self, context: ServiceContext) -> None:
         """Take the next term, keep the config in the run's folder (for a trainer that starts on an emptied
@@ -141,7 +145,7 @@ class Reconciler:
         A mark is new each time. So a server that went back behind it takes no commit, because it may lack
         what was trained on; and a commit that an earlier trainer has sent, and that arrives late, is refused.
         """
-        mark = Mark(self.keys.state, field, f'"{secrets.token_hex(8)}"'.encode())
+        mark = Mark(self.keys.state, field, _random_json())
         await scripts.mark(self.broker, marks=mark.key, field=mark.field, value=mark.value)
         return mark
 
@@ -178,8 +182,9 @@ class Reconciler:
     async def _rewrite_file(self) -> None:
         """Have the server write its append-only file again, from what it holds.
 
-        A server that was cut off in the middle of a script's effects keeps the first half in its file, where
-        they do nothing until the file is read the next time.
+        A server that dies while it writes a script's commands into its file leaves the first half of them
+        there. The one that reads the file then holds none of them; but they would be executed when the file
+        is read the next time.
         """
         try:
             if (await self.broker.info("persistence")).get("aof_enabled") == "1":
@@ -221,7 +226,8 @@ class Reconciler:
             # Behind an announcement of the same version (its id has the next sequence number): workers that
             # hold a newer version of a lost history take the higher term, and go back.
             entry_id = first if id_order(last) < id_order(first) else id_after(last)
-            if id_order(entry_id)[0] != id_order(first)[0]:
+            is_beyond = id_order(entry_id)[0] != id_order(first)[0]
+            if is_beyond:  # the stream ends with a newer version, or with what is none
                 if await remove_unexpected(self.broker, self.keys, self.keys.weights, WeightManifest):
                     continue
                 await self._check_newer(self.manifest.version)
@@ -256,6 +262,7 @@ class Reconciler:
         log.warning(
             "taking back versions of a lost history", version=version, newest=lost[-1].message.version
         )
+        # Without dead letters: nothing is wrong with these entries.
         dead_letters = dict.fromkeys((entry.entry_id for entry in lost), b"")
         await take_back(self.broker, self.keys, key, dead_letters, entry_id_of(version - 1))
 
@@ -306,6 +313,11 @@ class Reconciler:
             if await pending_ids(self.broker, key, REWARD_GROUP, entry_id, entry_id, 1):
                 return True
         return False
+
+
+def _random_json() -> bytes:
+    """A random value for a field of the run's state, whose values are JSON."""
+    return f'"{secrets.token_hex(8)}"'.encode()
 
 
 def _next_term(run_dir: Path) -> int:

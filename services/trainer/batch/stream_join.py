@@ -46,12 +46,21 @@ STREAMS = (TRAJECTORIES, SCORES, DEAD)
 
 
 class StreamJoin:
-    """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
+    """Outstanding groups, filled by three background readers; `changed` is set when something arrived.
+
+    A stream has these positions, here in ascending order for one that is read to entry 9, of which an
+    outstanding group has taken in entries 5 and 8:
+
+        low water   4   all that outstanding groups have taken in is above: a checkpoint's `positions`
+        seen        9   how far it is read in this epoch; the start until a checkpoint's position is checked
+        high water  9   the newest entry read; a restart keeps it, and nothing up to it counts as new then
+    """
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
         self._broker = broker
         self._keys = keys
         if broker.claims is not None:
+            # What the engine chose is trained on: read it with each trajectory. Other readers leave it.
             broker.claims.reads_choices = True
         self.groups: dict[int, Group] = {}
         self.complete: list[int] = []
@@ -71,12 +80,14 @@ class StreamJoin:
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
         self._seen_up_to: Mapping[StreamName, str] = {}
+        """What was read before a restart or a loss of Redis: read again, it is not counted again."""
         self._dead_letters = DeadLetterWriter(broker, keys, keys.scores())
         self._readers: dict[StreamName, OffsetReader[Any]] = {
             name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
 
     def expect(self, tickets: Iterable[Ticket | Trajectory]) -> None:
+        """Keep what arrives for these tickets, or demonstrations, from now on."""
         for ticket in tickets:
             self.groups.setdefault(ticket.ticket, Group.of(ticket))
 
@@ -92,6 +103,7 @@ class StreamJoin:
         metrics.TRAINER_GROUPS.labels("generating").set(len(self.groups) - num_generated)
 
     def close(self, ticket: int) -> None:
+        """Forget a group that was trained or replaced; what arrives for it later is dropped."""
         self.groups.pop(ticket, None)
         self.dead.pop(ticket, None)
         if ticket in self.complete:

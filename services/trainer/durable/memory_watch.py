@@ -52,21 +52,22 @@ class MemoryWatch:
     def __init__(self, context: ServiceContext, checkpointer: Checkpointer) -> None:
         self.context = context
         self.checkpointer = checkpointer
-        self._said_at = float("-inf")
-        self._said_eviction_at = self._said_at
+        self._said_full_at = float("-inf")
+        self._said_eviction_at = float("-inf")
         self._num_evicted: int | None = None
+        """Keys that the server had evicted at the last look; None before the first."""
 
     async def after_step(self, save: Callable[[], Awaitable[None]]) -> bool:
-        """Trim where memory runs low, without an archive after a `save`; returns whether it was saved."""
+        """Trim where memory runs low. Without an archive a `save` comes first; returns whether it did."""
         use = await self._use()
         if use.share < CHECKPOINT_SHARE or not self.context.config.streams.trim:
             return False
-        is_saved = not self.checkpointer.trimmer.archives
+        needs_save = not self.checkpointer.trimmer.archives
         log.warning("Redis runs low on memory: trimming ahead of time", used=f"{use.share:.0%}")
-        if is_saved:
+        if needs_save:
             await save()
         await self.checkpointer.keep_newest_only()
-        return is_saved
+        return needs_save
 
     async def watch(self) -> None:
         """Free what can be freed while others wait for memory; for ever."""
@@ -82,12 +83,14 @@ class MemoryWatch:
         total = int((await self.context.broker.info("stats")).get("evicted_keys", 0))
         before = self._num_evicted
         self._num_evicted = total
-        # A new server counts from 0. Keys evicted before this process started are not reported.
-        evicted = total if before is None or total < before else total - before
+        if before is None:  # what was evicted before this process started is not reported
+            before = total
+        is_new_server = total < before  # which counts from 0
+        num_new = total if is_new_server else total - before
         metrics.REDIS_MAY_EVICT.set(policy != NO_EVICTION)
-        if before is not None and evicted:
-            metrics.REDIS_EVICTED_KEYS.inc(evicted)
-            log.error(HAS_EVICTED, keys=evicted, policy=policy)
+        if num_new:
+            metrics.REDIS_EVICTED_KEYS.inc(num_new)
+            log.error(HAS_EVICTED, keys=num_new, policy=policy)
         elif policy != NO_EVICTION and time.monotonic() - self._said_eviction_at > SAY_EVERY_S:
             self._said_eviction_at = time.monotonic()
             log.error(EVICTS, policy=policy)
@@ -100,9 +103,9 @@ class MemoryWatch:
         if (
             use.policy == NO_EVICTION
             and use.share > FULL_SHARE
-            and time.monotonic() - self._said_at > SAY_EVERY_S
+            and time.monotonic() - self._said_full_at > SAY_EVERY_S
         ):
-            self._said_at = time.monotonic()
+            self._said_full_at = time.monotonic()
             is_waiting = self.checkpointer.trimmer.is_waiting
             log.error(
                 WAITS_FOR_ARCHIVE if is_waiting else HOLDS_WHAT_IS_NEEDED,

@@ -1,7 +1,8 @@
 """Micro-batches, and the bin that each rank gets of one.
 
-A bin is one rank's samples of a micro-batch; ranks that share their forward passes share it. On GPUs it is as
-a rule one forward pass (a tile, `policy/packing.py`), on CPUs it is computed in several smaller ones.
+A bin is one rank's samples of a micro-batch; ranks that share their forward passes share it, and count as one
+here (`TrainerConfig.num_bins`). On GPUs it is as a rule one forward pass (a tile, `policy/packing.py`), on
+CPUs it is computed in several smaller ones.
 
 Guarantees: every sample is in one bin. Bins depend on the samples alone, ties are broken by key: so the ranks
 get the same bins when a recorded micro-batch is trained again. A bin fits into one tile of `max_tokens` in
@@ -180,43 +181,47 @@ class PrefixOrder:
         is_padded = self.layout == "padded"
         bins: list[Bin] = []
 
-        def order(samples: Bin) -> tuple[int, TrajectoryKey]:
-            size = samples.widest if is_padded else samples.tokens
-            return -size, self.key_of(samples)
+        def largest_first(neighbours: Bin) -> tuple[int, TrajectoryKey]:
+            num_tokens = neighbours.widest if is_padded else neighbours.tokens
+            return -num_tokens, self.key_of(neighbours)
 
-        for samples in sorted(parts, key=order):
+        for neighbours in sorted(parts, key=largest_first):
             for number, partial_bin in enumerate(bins):
-                if partial_bin.takes(samples, max_tokens, self.layout):
-                    bins[number] = partial_bin.joined(samples)
+                if partial_bin.takes(neighbours, max_tokens, self.layout):
+                    bins[number] = partial_bin.joined(neighbours)
                     break
             else:
-                bins.append(samples)
+                bins.append(neighbours)
         return bins
 
-    def level(self, parts: Iterable[Bin], size: int, max_tokens: int, scores_of_a_token: float) -> list[Bin]:
-        """`size` bins of like cost: the most expensive part first, into the cheapest bin that has room for
-        it, else into the cheapest one."""
-        bins = [Bin()] * size
+    def level(
+        self, parts: Iterable[Bin], num_bins: int, max_tokens: int, scores_of_a_token: float
+    ) -> list[Bin]:
+        """`num_bins` bins of like cost: the most expensive part first, into the cheapest bin that has room
+        for it, else into the cheapest one."""
+        bins = [Bin()] * num_bins
 
-        def order(samples: Bin) -> tuple[float, TrajectoryKey]:
-            return -cost(samples, scores_of_a_token), self.key_of(samples)
+        def dearest_first(neighbours: Bin) -> tuple[float, TrajectoryKey]:
+            return -cost(neighbours, scores_of_a_token), self.key_of(neighbours)
 
-        for samples in sorted(parts, key=order):
+        for neighbours in sorted(parts, key=dearest_first):
             best = 0
-            best_rank = (True, math.inf)
+            # Bins with room come before those without, and cheaper ones before others.
+            best_preference = (True, math.inf)
             for number, partial_bin in enumerate(bins):
-                has_room = not partial_bin.members or partial_bin.takes(samples, max_tokens, self.layout)
-                rank = (not has_room, cost(partial_bin, scores_of_a_token))
-                if rank < best_rank:
+                is_empty = not partial_bin.members
+                has_room = is_empty or partial_bin.takes(neighbours, max_tokens, self.layout)
+                preference = (not has_room, cost(partial_bin, scores_of_a_token))
+                if preference < best_preference:
                     best = number
-                    best_rank = rank
-            bins[best] = bins[best].joined(samples)
+                    best_preference = preference
+            bins[best] = bins[best].joined(neighbours)
         return bins
 
 
-def cost(samples: Bin, scores_of_a_token: float) -> float:
+def cost(filled: Bin, scores_of_a_token: float) -> float:
     """Cost of a bin, in tokens; `scores_of_a_token` attention scores cost as much as a token."""
-    return samples.tokens + samples.scores / scores_of_a_token
+    return filled.tokens + filled.scores / scores_of_a_token
 
 
 def fit_together(samples: Iterable[Sample], max_tokens: int, num_ranks: int, layout: Layout) -> bool:
@@ -270,24 +275,25 @@ def _time(bins: Sequence[Bin], num_ranks: int) -> float:
 
 def split_samples(
     samples: Sequence[Sample],
-    size: int,
+    num_ranks: int,
     max_tokens: int,
     layout: Layout = "tree",
     scores_of_a_token: float = SCORES_OF_A_TOKEN,
 ) -> list[tuple[int, ...]]:
-    """Indices of the samples of each of `size` ranks: bins of like cost, each within one tile of `max_tokens`
-    if the micro-batch was formed for as many ranks."""
+    """Indices of the samples of each of `num_ranks` ranks: bins of like cost, each within one tile of
+    `max_tokens` if the micro-batch was formed for as many ranks."""
     order = PrefixOrder(samples, layout)
-    cuts = _cuts(order, size, max_tokens)
-    tried = [order.level(parts, size, max_tokens, scores_of_a_token) for parts in cuts]
+    cuts = _cuts(order, num_ranks, max_tokens)
+    tried = [order.level(parts, num_ranks, max_tokens, scores_of_a_token) for parts in cuts]
     # Bins that are nearly full fit in the order in which they were formed, and hardly in another.
-    tried += _fillings(order, size, max_tokens)
+    tried += _fillings(order, num_ranks, max_tokens)
 
     def badness(bins: Sequence[Bin]) -> tuple[int, float]:
         num_too_large = 0
         for full_bin in bins:
             is_several = len(full_bin.members) > 1
-            num_too_large += is_several and not full_bin.takes(Bin(), max_tokens, layout)
+            if is_several and not full_bin.takes(Bin(), max_tokens, layout):
+                num_too_large += 1
         return num_too_large, max(cost(full_bin, scores_of_a_token) for full_bin in bins)
 
     best = min(tried, key=badness)
@@ -301,14 +307,14 @@ def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]
     return [order.cut(size) for size in sorted(sizes)]
 
 
-def _fillings(order: PrefixOrder, size: int, max_tokens: int) -> list[list[Bin]]:
-    """The fillings that need at most `size` bins, with empty bins up to that number."""
-    filled = [order.fill(parts, max_tokens) for parts in _cuts(order, size, max_tokens)]
-    return [bins + [Bin()] * (size - len(bins)) for bins in filled if len(bins) <= size]
+def _fillings(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:
+    """The fillings that need at most `num_bins` bins, with empty bins up to that number."""
+    filled = [order.fill(parts, max_tokens) for parts in _cuts(order, num_bins, max_tokens)]
+    return [bins + [Bin()] * (num_bins - len(bins)) for bins in filled if len(bins) <= num_bins]
 
 
 def split_groups(
-    samples: Sequence[Sample], size: int, max_tokens: int, layout: Layout
+    samples: Sequence[Sample], num_ranks: int, max_tokens: int, layout: Layout
 ) -> list[list[tuple[int, ...]]]:
     """For each rank, parts of groups as indices of samples, each computed by itself. A part depends on its
     group alone, and so do the bits of its results, whichever groups are in the same call."""
@@ -322,9 +328,10 @@ def split_groups(
             filled.members = tuple(indices[i] for i in filled.members)
             parts.append(filled)
     parts.sort(key=lambda filled: (-filled.tokens, samples[filled.members[0]].key))
-    shares: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
-    loads = [0] * size
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
     for filled in parts:
+        # To the rank with the fewest tokens so far.
         least = loads.index(min(loads))
         shares[least].append(tuple(filled.members))
         loads[least] += filled.tokens

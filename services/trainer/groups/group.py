@@ -151,8 +151,8 @@ class Group(RecordedGroup):
 
     def forget(self) -> None:
         """Drop everything that has arrived, to read it again."""
-        for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
-            arrived.clear()
+        for records in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
+            records.clear()
         self.other_scores.clear()
         # A new dictionary: the policy may be computing for the samples of the old one.
         self.arrived = {}

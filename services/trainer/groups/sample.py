@@ -55,7 +55,7 @@ class Routes(NamedTuple):
 def make_routes(experts: NDArray[np.unsignedinteger]) -> Routes:
     """Hash by multilinear hashing over 64-bit words, whose multipliers are hashes of their places."""
     flat = np.ascontiguousarray(experts).reshape(len(experts), -1).view(np.uint8)
-    num_words = -(-flat.shape[1] // 8)
+    num_words = math.ceil(flat.shape[1] / 8)
     padded = np.zeros((len(flat), 8 * num_words), dtype=np.uint8)
     padded[:, : flat.shape[1]] = flat
     odd = np.array([xxhash.xxh3_64_intdigest(b"%d" % word) | 1 for word in range(num_words)], dtype=np.uint64)
@@ -315,10 +315,11 @@ def missing_mask(trajectory: Trajectory) -> str:
     if kept is None or kept.offsets is None:
         return "it has no sampling masks, and its tokens were sampled from some ids only"
     completion_ids = _joined([segment.completion_ids for segment in trajectory.segments])
-    # The token that each kept id belongs to; a token is missing where none of its ids is the sampled one.
-    row_of_value = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
-    is_missing = _joined([segment.mask for segment in trajectory.segments]).copy()
-    is_missing[row_of_value[kept.values == completion_ids[row_of_value]]] = False
+    # The token that each kept id belongs to, and whether the id is the one that was sampled there.
+    token_of_id = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
+    is_sampled_id = kept.values == completion_ids[token_of_id]
+    is_missing = sampled_mask(trajectory).copy()
+    is_missing[token_of_id[is_sampled_id]] = False
     return f"token {np.argmax(is_missing)} is not in its sampling mask" if is_missing.any() else ""
 
 

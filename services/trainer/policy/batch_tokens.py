@@ -61,12 +61,12 @@ class BatchTokens:
         sequences: list[int] = []
         for tile in tiles:
             # All segments of a session have one number: ratios and means of sequences go over all of them.
-            numbers: dict[int, int] = {}
+            sequence_of_sample: dict[int, int] = {}
             for row in tile.rows:
-                sequences.append(numbers.setdefault(row.sample, len(numbers)))
-            names = _names_of([batch.samples[index] for index in numbers], columns)
+                sequences.append(sequence_of_sample.setdefault(row.sample, len(sequence_of_sample)))
+            names = _names_of([batch.samples[index] for index in sequence_of_sample], columns)
             names_of_tiles.update(names)
-            self._tiles.append(_TileNumbers(names, tile.num_scored, len(numbers)))
+            self._tiles.append(_TileNumbers(names, tile.num_scored, len(sequence_of_sample)))
         self._names = [name for name in columns if name in names_of_tiles]
         shared: dict[str, list[float]] = {
             WEIGHTS: [token_weight(normalisation, s.num_trained, s.group_trained) for s in samples]

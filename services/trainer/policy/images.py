@@ -149,7 +149,7 @@ class Images(PolicyOption):
             num_features += image.num_tokens
         num_positions = tile.ids_BT.numel()
         feature_of = np.full(num_positions, -1, dtype=np.int64)
-        for row, places in zip(tile.rows, tile.places, strict=True):
+        for row, places in zip(tile.rows, tile.positions_of_rows, strict=True):
             for image in row.images:
                 numbers = starts[image.digest] + np.arange(image.num_tokens)
                 feature_of[places[image.first : image.end]] = numbers
@@ -187,7 +187,7 @@ class Images(PolicyOption):
             text_BT = torch.arange(tile.ids_BT.shape[1]).expand(tile.ids_BT.shape)
         # A text has the same positions in all four.
         positions = np.repeat(text_BT.flatten().numpy()[None], 4, axis=0)
-        for row, places in zip(tile.rows, tile.places, strict=True):
+        for row, places in zip(tile.rows, tile.positions_of_rows, strict=True):
             if row.images:
                 positions[1:, places] = self._grid_positions(row, pixels)
         return torch.from_numpy(positions).view(4, *tile.ids_BT.shape)

@@ -70,7 +70,7 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                     sources = first_source + chosen
                     targets = targets[chosen]
                 ids = sample.rows[number][: sources[-1] + 1]
-                kept = sample.kept and sample.kept.take(places)
+                kept = None if sample.kept is None else sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
                 # The row ends before the last scored token, and with it go later pictures. None is cut in its
                 # middle, for that token is no part of one.

@@ -63,7 +63,7 @@ class Row:
     places: Indices
     """[N]."""
     kept: Rows | None = None
-    """[N], the ids that each target was sampled from."""
+    """[N], the ids that each target was sampled from; `Rows` are no rows of a tile (`wire/choices.py`)."""
     routes: Routes | None = None
     """Routes of at least the row's tokens."""
     images: tuple[Image, ...] = ()
@@ -114,7 +114,7 @@ class Tile:
     """[N], int64."""
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     computed: ComputedInputs | None = None
-    places: Sequence[Indices] = ()
+    positions_of_rows: Sequence[Indices] = ()
     """For each row, the flattened positions of its tokens, [L]; rows of a tree share some."""
     columns: "Columns | None" = None
     kept: Rows | None = None
@@ -127,6 +127,7 @@ class Tile:
     logprobs_N: Tensor = NOT_MADE
     """[N], float32 or wider, of all ranks that share the tile, as are the other scores."""
     entropies_N: Tensor = NOT_MADE
+    """[N], of the distribution that each token was sampled from."""
     log_mass_N: Tensor = NOT_MADE
     """[N], logarithm of the probability of the ids that sampling kept."""
     hidden_NH: Tensor | None = None
@@ -194,17 +195,17 @@ def _single_branch(tile: Tile) -> Tile:
     (row,) = tile.rows
     node = Node(0, 0, len(row), None)
     # In numpy as far as it goes: one of torch's operations takes several times as long.
-    places_T = node.places
+    positions_T = node.places
     return Tile(
         layout=tile.layout,
         rows=tile.rows,
         ids_BT=torch.from_numpy(row.ids[None].astype(np.int64)),
         sources_N=torch.from_numpy(row.sources),
         targets_N=torch.from_numpy(row.targets.astype(np.int64)),
-        model_kwargs={"position_ids": torch.from_numpy(places_T[None]), TREE: Tree([node])},
-        places=[places_T],
+        model_kwargs={"position_ids": torch.from_numpy(positions_T[None]), TREE: Tree([node])},
+        positions_of_rows=[positions_T],
         kept=row.kept,
-        routes=None if row.routes is None else _routes(tile.rows, [places_T], len(row)),
+        routes=None if row.routes is None else _routes(tile.rows, [positions_T], len(row)),
     )
 
 
@@ -213,11 +214,12 @@ def _tree(tile: Tile) -> Tile:
     rows = tile.rows
     trie = Trie()
     commons = common_lengths([row.branch for row in rows])
-    places = [trie.add(len(row), common) for row, common in zip(rows, commons, strict=True)]
+    positions = [trie.add(len(row), common) for row, common in zip(rows, commons, strict=True)]
     ids_T = np.zeros(trie.size, dtype=np.int64)
-    for places_of_row, row in zip(places, rows, strict=True):
-        ids_T[places_of_row] = row.ids
-    sources = [of_row[row.sources] for of_row, row in zip(places, rows, strict=True)]
+    sources = []
+    for positions_L, row in zip(positions, rows, strict=True):
+        ids_T[positions_L] = row.ids
+        sources.append(positions_L[row.sources])
     tree = Tree(trie.nodes)
     return Tile(
         layout=tile.layout,
@@ -226,9 +228,9 @@ def _tree(tile: Tile) -> Tile:
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=_targets(rows),
         model_kwargs={"position_ids": torch.from_numpy(tree.positions_T)[None], TREE: tree},
-        places=places,
+        positions_of_rows=positions,
         kept=_kept(rows),
-        routes=_routes(rows, places, trie.size),
+        routes=_routes(rows, positions, trie.size),
     )
 
 
@@ -238,13 +240,14 @@ def _padded(tile: Tile, lines: Sequence[Sequence[Row]], model_kwargs: dict[str, 
     width = max(sum(map(len, line)) for line in lines)
     ids_BT = np.zeros((len(lines), width), dtype=np.int64)
     sources: list[Indices] = []
-    places: list[Indices] = []
+    positions: list[Indices] = []
     for b, line in enumerate(lines):
         start = 0
         for row in line:
             ids_BT[b, start : start + len(row)] = row.ids
-            places.append(b * width + start + np.arange(len(row)))
-            sources.append(row.sources + (b * width + start))
+            first = b * width + start
+            positions.append(first + np.arange(len(row)))
+            sources.append(first + row.sources)
             start += len(row)
     rows = tile.rows
     return Tile(
@@ -254,22 +257,22 @@ def _padded(tile: Tile, lines: Sequence[Sequence[Row]], model_kwargs: dict[str, 
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=_targets(rows),
         model_kwargs=model_kwargs,
-        places=places,
+        positions_of_rows=positions,
         kept=_kept(rows),
-        routes=_routes(rows, places, ids_BT.size),
+        routes=_routes(rows, positions, ids_BT.size),
     )
 
 
-def _routes(rows: Sequence[Row], places: Sequence[Indices], size: int) -> Tensor | None:
-    """The rows' routes at the places of their tokens in a tile of so many positions."""
+def _routes(rows: Sequence[Row], positions_of_rows: Sequence[Indices], size: int) -> Tensor | None:
+    """The rows' routes at the positions of their tokens in a tile of `size` positions."""
     routes: NDArray[np.int16] | None = None
-    for row, places_of_row in zip(rows, places, strict=True):
+    for row, positions_L in zip(rows, positions_of_rows, strict=True):
         if row.routes is None:
             continue
         experts = row.routes.experts
         if routes is None:
             routes = np.full((size, *experts.shape[1:]), -1, dtype=np.int16)
-        routes[places_of_row] = experts[: len(row)]
+        routes[positions_L] = experts[: len(row)]
     return None if routes is None else torch.from_numpy(routes)
 
 

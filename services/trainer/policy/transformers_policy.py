@@ -155,8 +155,11 @@ class TransformersPolicy(ExportsWeights):
         self._optimizer = build_optimizer(self._parameters, config.optimizer, self._rates, kind)
         self._profiler: CallProfiler | None = None
         self._num_updates = 0
+        """Updates of the run so far, those that were skipped included."""
         self._begins_update = True
+        """Whether the next micro-batch is the first of an update."""
         self._held: dict[str, Tensor] | None = None
+        """The weights at the start of the step, where `hold_weights` keeps them; else None."""
         self.layout = pick_layout(model, self.scorer, config.packing, max_model_len)
         self.bins = config.bin_tokens, config.num_bins
         # Losses over whole sequences need all segments of a session in one forward pass.
@@ -399,21 +402,22 @@ class TransformersPolicy(ExportsWeights):
     def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         parts, order = self._deal_groups(samples)
         algorithm = self._config.algorithm
+        # Column -> the score that fills it, and whether the algorithm needs it.
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
             "start_logprobs": ("logprobs", algorithm.needs_start_logprobs),
             "entropies": ("entropies", algorithm.needs_start_entropies),
         }
-        needed = {field: name for field, (name, is_needed) in wanted.items() if is_needed}
+        needed = {column: score for column, (score, is_needed) in wanted.items() if is_needed}
         for option in self.options:
-            needed |= {name: name for name in option.columns}
+            needed |= {column: column for column in option.columns}
         computed = [SampleColumns() for group in parts for _ in group]
         if needed:
             with self._held_weights():
                 start = self._score_all(parts, self.scorer, self._temperature, self.options)
             for columns, scores in zip(computed, start, strict=True):
-                for field, name in needed.items():
-                    columns[field] = scores[name]
+                for column, score in needed.items():
+                    columns[column] = scores[score]
         for option in self.options:
             of_option = option.precompute(parts, self)
             if of_option:

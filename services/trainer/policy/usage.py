@@ -45,13 +45,14 @@ class ModelFlops:
     pair: float = 0.0
     """A token and one that it attends to: 6 * heads * (size of a query + of a value) * layers that attend."""
     picture_token: float = 0.0
-    """A token of a picture, in tower and projector; 2 for each weight of a matrix that is not trained, for
-    nothing before it is."""
+    """A token of a picture, in tower and projector: 6 for each weight of a matrix, and only 2 for one that is
+    not trained, as no gradient goes on to what comes before a frozen tower."""
     picture_pair: float = 0.0
     """Two tokens of one picture, in layers of the tower where all its patches attend to each other."""
 
     def of(self, sums: Sums) -> float:
-        """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
+        """FLOPs of micro-batches, without padding. Tokens that rows share count once. Of the pairs, which are
+        not counted so, the same share is taken off."""
         tokens = min(sums.positions, sums.row_tokens)
         pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
         text = self.token * tokens + self.score * sums.tokens + self.pair * pairs
@@ -82,7 +83,7 @@ def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
     tower = tower_of(model)
     if not tower or not hasattr(vision, "patch_size"):
         return 0.0, 0.0
-    # Qwen's token stands for a square of patches, LLaVA's for one.
+    # Patches that a token of the text stands for: of Qwen a square of them, of LLaVA one.
     num_patches = int(getattr(vision, "spatial_merge_size", 1)) ** 2
     of_text = set(model.get_decoder().modules())
     blocks = [block for block in layers_of(model) if block not in of_text]
@@ -102,12 +103,13 @@ def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
     # Scores of a patch with another one, and its value: 2 products, backward 4 more.
     patch_pair = (12.0 if is_trained else 4.0) * int(vision.hidden_size)
     num_layers = int(getattr(vision, "depth", None) or vision.num_hidden_layers)
-    whole = getattr(vision, "fullatt_block_indexes", None)
-    num_whole = num_layers if whole is None else len(whole)
-    if num_whole < num_layers:
+    # In these layers a patch attends to all of its picture, in the others to those of its window.
+    full_layers = getattr(vision, "fullatt_block_indexes", None)
+    num_full = num_layers if full_layers is None else len(full_layers)
+    if num_full < num_layers:
         window = (int(vision.window_size) // int(vision.patch_size)) ** 2
-        token += (num_layers - num_whole) * patch_pair * window * num_patches
-    return token, num_whole * patch_pair * num_patches**2
+        token += (num_layers - num_full) * patch_pair * window * num_patches
+    return token, num_full * patch_pair * num_patches**2
 
 
 WITHOUT_PAIRS = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp")

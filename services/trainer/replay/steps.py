@@ -65,10 +65,13 @@ class StepReplay:
         self.say = say
         self.runner = StepRunner(config, policy, thread, Activity("replay"))
         self.version = 0
+        """That of the policy's weights now."""
         self.from_version = 0
+        """That of the checkpoint restored last; 0: the starting model."""
         self.first_difference: int | None = None
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
         self._cursor: GroupCursor | None = None
+        """Reads groups from the streams; the first `_restore` makes one."""
 
     async def results(self, wanted: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
         """The comparison for each wanted step, ascending. Raises TidemillError: the streams do not hold what
@@ -91,8 +94,11 @@ class StepReplay:
                 yield comparison
 
     async def _restore(self, step: int) -> GroupCursor | None:
-        """Restore the newest checkpoint up to `step`, where that is nearer than the policy's version. Returns
-        a reader from where it needs the streams, or from their start; None: go on with the one before."""
+        """Restore the newest checkpoint up to `step`, where that is nearer than the policy's version.
+
+        Returns a reader of what comes next: behind the checkpoint, or from the start of the streams where
+        there is neither a checkpoint nor a reader yet. None: the reader from before goes on.
+        """
         checkpoint = await asyncio.to_thread(read_checkpoint, self.run_dir, step)
         if checkpoint is None or checkpoint.state.version <= self.version:
             return open_cursor(self.history, self.config) if self._cursor is None else None

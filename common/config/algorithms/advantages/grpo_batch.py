@@ -19,7 +19,9 @@ def grpo_batch(groups: RewardGroups) -> Float64:
     right or wrong. Groups 1, 0 and 3, 0: all four have mean 1 and variance 6/3, so +-0.5 and +-1.5 are
     divided by 1.41421 + 1e-4: 0.35353, -0.35353, 1.06059, -1.06059.
     """
-    return scaled(joined(map(dr_grpo, groups)), joined(map(finite_rewards, groups)))
+    centred = joined(map(dr_grpo, groups))
+    rewards = joined(map(finite_rewards, groups))
+    return scaled(centred, rewards)
 
 
 ADVANTAGES = (

@@ -140,10 +140,11 @@ class Advantages:
             return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
 
         samples = [sample for group in groups for sample in group.samples]
-        rewards = [
+        # From here on the run's own section: no estimator reads a coefficient that moves.
+        reward_groups = [
             RewardsOfGroup(group, self._algorithm, self._weights_by_reward, rewards_of) for group in groups
         ]
-        values = self._estimate(rewards, self._algorithm)
+        values = self._estimate(reward_groups, self._algorithm)
         if self._algorithm.advantage_traits.needs_values:
             for sample, value in zip(samples, values, strict=True):
                 sample.fill("returns", sample.spread(value + _values(sample)))

@@ -71,7 +71,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Callable[[nn.Para
             # How many tokens come is known in each pass only.
             module.forward = torch.compiler.disable(module.forward)
     info: Any = _get_mesh_info(mesh[tuple(others)])
-    # One for all: `fully_shard` puts those together that have the same.
+    # One object for all of them: `fully_shard` gathers parameters together that have the same one.
     shared = ShardPlacementResult(None, info)
     return lambda weight: shared if isinstance(weight, DTensor) else None
 
