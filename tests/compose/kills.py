@@ -50,6 +50,9 @@ def config(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConf
     shutil.copytree(EXAMPLE / "tasks" / "csv-join", task)
     (task / "tests" / "test.sh").write_text("true\n")
     monkeypatch.setenv("TASKS_DIR", str(task.parent))
+    # Else agentbox removes boxes whose process has ended, and hides that nobody else does.
+    monkeypatch.setenv("AGENTBOX_REAP_ORPHANS", "0")
+    monkeypatch.setenv("TIDEMILL_PASS_ENV", "AGENTBOX_REAP_ORPHANS")
     environment: dict[str, object] = {"use": f"{EXAMPLE / 'agentbox_env.py'}:Env"}
     if way == "verifiers":
         row = json.dumps({"task": 0})
