@@ -64,16 +64,7 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
         config = _sandbox_config(options, source, folder.run_id)
         # Not always the source's own: it may be a sandbox, which scored another run's history.
         run_with_pictures = folder_with_pictures(source.folder.path, await _state_of(source))
-        # One entry is looked for before anything is started: an empty selection costs no sandbox.
-        async for entry in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
-            if isinstance(entry, Entry) and isinstance(entry.message, Trajectory) and entry.message.images:
-                _check_pictures(run_with_pictures, config)
-            break
-        else:
-            raise ConfigError(
-                f"run {source.run_id} has no {lane} trajectories in that stretch. "
-                f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
-            )
+        await _check_history(source, lane, selection, _missing_folder(run_with_pictures, config))
         sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         state = {"kind": "rescore", "source": source.run_id, PICTURES_OF: run_with_pictures.name}
         async with sandbox.running(**state) as broker:
@@ -121,14 +112,39 @@ async def _state_of(run: RunAccess) -> dict[str, Any]:
     return {} if history.broker is None else await read_state(history.broker, history.keys)
 
 
-def _check_pictures(run_dir: Path, config: RunConfig) -> None:
-    """Raises ConfigError: the run's pictures are not where it had them, and workers would wait for them."""
-    pictures = run_dir / IMAGES_FOLDER
-    if not config.streams.claim_check_url and not pictures.is_dir():
+async def _check_history(
+    source: RunAccess, lane: Lane, selection: Selection, missing_folder: Path | None
+) -> None:
+    """Check before anything is started that there is something to score. `missing_folder` is that of its
+    pictures, where it is not there.
+
+    Raises:
+        ConfigError: there are no trajectories, or one has pictures, for which workers would wait.
+    """
+    has_any = False
+    async for entry in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
+        has_any = True
+        if missing_folder is None:
+            break
+        # Of all of them: rows with pictures may stand behind rows of text.
+        if isinstance(entry, Entry) and isinstance(entry.message, Trajectory) and entry.message.images:
+            raise ConfigError(
+                f"the pictures of run {missing_folder.parent.name} are not in {missing_folder}: put them "
+                "back there, from the run's machine or its copy."
+            )
+    if not has_any:
         raise ConfigError(
-            f"the pictures of run {run_dir.name} are not in {pictures}: put them back there, from the run's "
-            "machine or its copy."
+            f"run {source.run_id} has no {lane} trajectories in that stretch. "
+            f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
         )
+
+
+def _missing_folder(run_dir: Path, config: RunConfig) -> Path | None:
+    """The folder of the run's pictures, where the run has some and it is not there; else None."""
+    if config.images is None or config.streams.claim_check_url:
+        return None
+    pictures = run_dir / IMAGES_FOLDER
+    return None if pictures.is_dir() else pictures
 
 
 def _sandbox_config(options: RescoreOptions, source: RunAccess, run_id: str) -> RunConfig:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.letters import make_ticket
 from tests.support.misbehaving import MisbehavingServer, answers
 from tests.support.recorded import record, tidemill
-from tests.support.seen_samples import BLUE, RED, png_of, seen_trajectory
+from tests.support.seen_samples import BLUE, RED, Colour, png_of, seen_trajectory
 from tests.support.trajectories import make_config
 from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
 from tidemill.common.wire.messages import Score, ScoreStatus
@@ -27,16 +27,21 @@ def redness(data_source, solution_str, ground_truth, images):
 @pytest.fixture
 def seen(tmp_path: Path) -> Path:
     """A folder of runs with one whose prompts have pictures: red ones of ticket 0, blue ones of ticket 1."""
+    return record_seen(tmp_path, [RED], [BLUE])
+
+
+def record_seen(tmp_path: Path, *colours: list[Colour]) -> Path:
+    """The folder, with a run of a ticket for each of `colours`: those of the pictures in its prompt."""
     (tmp_path / "seeing.py").write_text(SEEING)
     config = make_config(
         run_id="seen", images={}, reward={"workers": 1, "max_attempts": 1, "function": "exact_match"}
     )
     (tmp_path / "made").mkdir()
     store = ImageStore(tmp_path / "made")
-    tickets = [make_ticket(ticket, step=0, group_size=GROUP_SIZE) for ticket in range(2)]
+    tickets = [make_ticket(ticket, step=0, group_size=GROUP_SIZE) for ticket in range(len(colours))]
     trajectories = [
-        seen_trajectory(store, [(RED, BLUE)[ticket % 2]], ticket, index, group_size=GROUP_SIZE)
-        for ticket in range(2)
+        seen_trajectory(store, of_prompt, ticket, index, group_size=GROUP_SIZE)
+        for ticket, of_prompt in enumerate(colours)
         for index in range(GROUP_SIZE)
     ]
     scores = [
@@ -62,7 +67,11 @@ def test_a_function_that_sees_scores_the_history_of_a_run_with_pictures(seen: Pa
             assert f'"value": {value}' in output.stdout, output.stdout + output.stderr
 
 
-def test_pictures_that_are_not_there_are_named_before_anything_starts(seen: Path) -> None:
+@pytest.mark.parametrize("colours", [([RED], [BLUE]), ([], [BLUE])])
+def test_pictures_that_are_not_there_are_named_before_anything_starts(
+    tmp_path: Path, colours: tuple[list[Colour], ...]
+) -> None:
+    seen = record_seen(tmp_path, *colours)
     (seen / "seen" / IMAGES_FOLDER).rename(seen / "elsewhere")
     done = tidemill(seen, "rescore", "seen", "--reward", f"{seen / 'seeing.py'}:redness")
     assert done.returncode == 2 and "the pictures of run seen are not in" in done.stderr
