@@ -42,7 +42,7 @@ from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
 from tidemill.common.process.shortage import Shortage
-from tidemill.common.process.shutdown import TRAINER, RunWatch, Shutdown, unless_set
+from tidemill.common.process.shutdown import TRAINER, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.state import (
@@ -299,6 +299,8 @@ def _stop_unbegun() -> int:
 
 async def _leave_at_end(context: ServiceContext, shutdown: Shutdown) -> None:
     """Drain a worker whose run has ended."""
+    from tidemill.common.process.run_watch import RunWatch
+
     watch = RunWatch(context.broker, context.keys, context.config.trainer.steps)
     why = await watch.until_over()
     if not context.stopping.is_set():
