@@ -20,6 +20,7 @@ OTHER_OPTIONS = (
     "services.trainer.algorithm.users_function",
     "services.trainer.batch.curriculum",
     "services.trainer.batch.demonstrations",
+    "services.trainer.batch.mixture",
     "services.trainer.batch.row_pictures",
     "services.trainer.durable.retraining",
     "services.trainer.groups.pictures",
