@@ -14,7 +14,6 @@ from tidemill.common.config.algorithm_sections import KlConfig
 from tidemill.common.config.algorithms.advantage import Discount
 from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO
 from tidemill.common.wire.arrays import Float64
-from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
 from tidemill.services.trainer.groups.sample import Sample
 
 
@@ -119,6 +118,8 @@ def _placed(sample: Sample, score: float) -> Float64:
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64:
     """Estimates of KL(rollout || reference) at the trained tokens. Shape [A]."""
+    from tidemill.services.trainer.algorithm.losses.terms import kl_penalty
+
     assert "reference_logprobs" in sample.columns, "`Policy.precompute` comes before advantages"
     difference_T = sample.rollout_logprobs - sample.columns["reference_logprobs"]
     difference_A = difference_T[sample.mask].astype(np.float64)
