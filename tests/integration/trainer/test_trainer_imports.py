@@ -38,6 +38,7 @@ OTHER_OPTIONS = (
     "common.images.pictures",
     "common.process.checks",
     "common.process.run_watch",
+    "common.process.shortage",
     "common.process.users_code",
     "common.redis.cluster",
     "common.run.special_tokens",
