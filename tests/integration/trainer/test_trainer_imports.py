@@ -25,6 +25,7 @@ OTHER_OPTIONS = (
     "services.trainer.batch.mixture",
     "services.trainer.batch.row_pictures",
     "services.trainer.durable.retraining",
+    "services.trainer.evaluation",
     "services.trainer.groups.pictures",
     "services.trainer.metrics.trackers",
     "services.trainer.policy.moving",
