@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -41,8 +42,7 @@ from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
-from tidemill.common.process.shortage import Shortage
-from tidemill.common.process.shutdown import TRAINER, RunWatch, Shutdown, unless_set
+from tidemill.common.process.shutdown import TRAINER, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.state import (
@@ -58,6 +58,9 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.keys import Keys
+
+if TYPE_CHECKING:
+    from tidemill.common.process.shortage import Shortage
 
 log = structlog.get_logger(__name__)
 
@@ -116,7 +119,13 @@ class ServiceContext:
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
         folder = folder_name(self.run_dir) if self.role == TRAINER else ""
         self.beat = Heartbeat(self.name, self.role, folder=folder)
-        self.shortage = Shortage(self.name)
+
+    @cached_property
+    def shortage(self) -> "Shortage":
+        """What a worker's machine is short of; a trainer takes no samples."""
+        from tidemill.common.process.shortage import Shortage
+
+        return Shortage(self.name)
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -299,6 +308,8 @@ def _stop_unbegun() -> int:
 
 async def _leave_at_end(context: ServiceContext, shutdown: Shutdown) -> None:
     """Drain a worker whose run has ended."""
+    from tidemill.common.process.run_watch import RunWatch
+
     watch = RunWatch(context.broker, context.keys, context.config.trainer.steps)
     why = await watch.until_over()
     if not context.stopping.is_set():
@@ -360,10 +371,11 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             beat.idle_share = context.activity.idle_share()
             for report in context.reporters:
                 report(beat)
-            # Last: a service's own share of failed attempts is about its samples only.
-            context.shortage.report(beat)
             if context.role == TRAINER:
                 await context.broker.keep_scripts(context.keys.state)  # workers may not load them
+            else:
+                # Last: a service's own share of failed attempts is about its samples only.
+                context.shortage.report(beat)
             await publish_heartbeat(context.broker, context.keys, beat)
             await asyncio.sleep(HEARTBEAT_S)
 

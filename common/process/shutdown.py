@@ -1,37 +1,19 @@
-"""When and how a service stops: by a signal, or because its run has ended.
-
-A worker leaves a finished run at once. A run that was stopped, has failed, or has lost its trainer or its
-Redis may go on: the worker waits for that `TIDEMILL_RESUME_WAIT_S`, and then leaves too, in order and with
-exit code 0. So no worker that was started by hand keeps a GPU for a run that nobody continues.
-"""
+"""How a service stops: by a signal, or because its run has ended (`run_watch.py`)."""
 
 import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
 
-from tidemill.common.errors import BrokerError
-from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import FAILED, FINISHED, RUNNING, STOPPED, read_state
-from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 
-RESUME_WAIT_VARIABLE = "TIDEMILL_RESUME_WAIT_S"
-"""Seconds for which a worker waits for a run that has stopped to go on."""
-RESUME_WAIT_S = 1800.0
-"""Default of it."""
-LOOK_S = 1.0
-"""Interval at which a worker looks whether its run has ended. A run's own Redis stops soon after that."""
-SILENT_S = 5.0
-"""A Redis that takes longer than this for an answer is away."""
 TRAINER = "trainer"
 
 T = TypeVar("T")
@@ -91,76 +73,3 @@ async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | 
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-
-
-class RunWatch:
-    """Notices for a worker that its run has ended."""
-
-    def __init__(self, broker: Broker, keys: Keys, steps: int, wait_s: float | None = None) -> None:
-        self.broker = broker
-        self.keys = keys
-        self.steps = steps
-        default_s = float(os.environ.get(RESUME_WAIT_VARIABLE, RESUME_WAIT_S))
-        self.wait_s = default_s if wait_s is None else wait_s
-        self.trouble = ""
-        """Why the run does not go on, in words; empty while it does."""
-        self.alive_at = time.monotonic()
-        """When it was last seen to go on."""
-
-    async def until_over(self) -> str:
-        """Wait for the end of the run; returns the reason to leave it, in words."""
-        looking: asyncio.Task[bool] | None = None
-        asked_at = 0.0
-        try:
-            while True:
-                # In a task: while Redis is away the answer is waited for, but not the time that has passed.
-                if looking is None:
-                    looking = asyncio.create_task(self.look())
-                    asked_at = time.monotonic()
-                done, _ = await asyncio.wait({looking}, timeout=LOOK_S)
-                if done:
-                    if looking.result():
-                        return "the run is finished"
-                    looking = None
-                elif time.monotonic() - asked_at > SILENT_S:  # the connection logs that it waits
-                    self.trouble = "its Redis has not answered"
-                if self.trouble and time.monotonic() - self.alive_at >= self.wait_s:
-                    return f"{self.trouble}, and that for {self.wait_s:g} s ({RESUME_WAIT_VARIABLE})"
-                if done:
-                    await asyncio.sleep(LOOK_S)
-        finally:
-            if looking is not None:
-                looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
-
-    async def look(self) -> bool:
-        """Look once; returns whether the run is finished."""
-        try:
-            state = await read_state(self.broker, self.keys)
-            status = state.get("status")
-            if status == FINISHED and int(state.get("version", 0)) >= self.steps:
-                return True
-            trouble = ""
-            # A run of rewards alone has a kind, and no trainer.
-            is_open = status == RUNNING and "kind" in state
-            if status in (RUNNING, FAILED, STOPPED) and not is_open:
-                trouble = "" if await self._has_trainer() else f"the run is {status} and has no trainer"
-        except BrokerError:
-            # This user may not read what would tell: its operator ends the process.
-            trouble = ""
-        if trouble:
-            self._trouble(trouble)
-            return False
-        if self.trouble:
-            log.info("the run goes on", run=self.keys.run_id)
-        self.trouble = ""
-        self.alive_at = time.monotonic()
-        return False
-
-    def _trouble(self, text: str) -> None:
-        if text != self.trouble:
-            log.warning("waiting for the run to go on", why=text, at_most_s=self.wait_s)
-        self.trouble = text
-
-    async def _has_trainer(self) -> bool:
-        return any(beat.is_alive for beat in await read_heartbeats(self.broker, self.keys, (TRAINER,)))

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack, closing
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -11,7 +12,9 @@ from tidemill.common.process.activity import LOAD
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
+from tidemill.common.streams import START, last_id
 from tidemill.common.telemetry.trackers import check_loggers
+from tidemill.common.wire.messages import Lane
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import (
@@ -31,7 +34,6 @@ from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.durable.recovery import Replayer
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
-from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.policy.loading import closer_of, open_policy
@@ -40,6 +42,9 @@ from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import Publisher, WeightStore
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.evaluation import Evaluator
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +84,7 @@ async def _train(context: ServiceContext) -> None:
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
     streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
     trimmer = Trimmer(context, streams.reconciler)
-    evaluator = Evaluator(context, evaluation, trimmer)
+    evaluator = await open_evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
     async with AsyncExitStack() as sharing:
         if context.config.rollout.trainer_gpus == "turns":
@@ -98,7 +103,11 @@ async def _train(context: ServiceContext) -> None:
 
 
 async def _train_policy(
-    context: ServiceContext, runner: StepRunner, streams: RunStreams, evaluator: Evaluator, trimmer: Trimmer
+    context: ServiceContext,
+    runner: StepRunner,
+    streams: RunStreams,
+    evaluator: "Evaluator | None",
+    trimmer: Trimmer,
 ) -> None:
     """Recover, in the order that `recovery.py` gives, and train."""
     join = streams.join
@@ -154,6 +163,18 @@ async def _train_policy(
             await asyncio.gather(*background, return_exceptions=True)
             await trimmer.close()
     context.raise_failure()
+
+
+async def open_evaluator(
+    context: ServiceContext, sets: dict[str, list[Prompt]], trimmer: Trimmer
+) -> "Evaluator | None":
+    """None where the run has no evaluation sets, and never had any."""
+    # Of sets that it had before, tickets may be left, which the evaluator takes back.
+    if not sets and await last_id(context.broker, context.keys.prompts(Lane.EVAL)) == START:
+        return None
+    from tidemill.services.trainer.evaluation import Evaluator
+
+    return Evaluator(context, sets, trimmer)
 
 
 def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:

@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -47,13 +48,15 @@ from tidemill.services.trainer.durable.commits import (
 )
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.durable.waiting import BackgroundWork, During, on_disk, until_stored
-from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics, usage_metrics
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.evaluation import Evaluator
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +80,8 @@ class Trainer:
     version: int
     assembler: BatchAssembler
     runner: StepRunner
-    evaluator: Evaluator
+    evaluator: "Evaluator | None"
+    """None where a run has no evaluation sets, and never had any."""
     journal: CommitJournal
     checkpointer: Checkpointer
     memory: MemoryWatch
@@ -135,7 +139,8 @@ class Trainer:
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""
         await self.reconciler.take_back_versions(self.version)
-        await self.evaluator.take_back(self.version)
+        if self.evaluator is not None:
+            await self.evaluator.take_back(self.version)
         manifest = await self._announced_weights()
         if manifest is None:
             during = self.context.activity.during
@@ -396,18 +401,21 @@ class Trainer:
 
     def _must_evaluate(self, version: int) -> bool:
         """Whether an evaluation of `version` is due, and not on record for every dataset."""
-        if version < 0 or not self.evaluator.is_due(version, self.config.steps):
+        if self.evaluator is None or version < 0:
+            return False
+        if not self.evaluator.is_due(version, self.config.steps):
             return False
         names = {name for name, _ in self.evaluator.prompts}
         return not all(self.recorder.has_evaluation(version, name) for name in names)
 
     def _start_evaluation(self, version: int) -> None:
-        self._evaluation = self.context.start(self._evaluate(version), "evaluation")
+        assert self.evaluator is not None, "`_must_evaluate` comes first"
+        self._evaluation = self.context.start(self._evaluate(version, self.evaluator), "evaluation")
 
-    async def _evaluate(self, version: int) -> None:
-        results = await self.evaluator.evaluate(version)
+    async def _evaluate(self, version: int, evaluator: "Evaluator") -> None:
+        results = await evaluator.evaluate(version)
         for dataset, numbers in results.items():
-            reason = self.evaluator.reasons.get(dataset, "")
+            reason = evaluator.reasons.get(dataset, "")
             await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers, reason)
         await self._report()
         await on_disk(self.context, self.best.consider, version, results)
@@ -415,7 +423,7 @@ class Trainer:
         # no checkpoint covers them yet, a restart would go back behind this version and evaluate it again.
         await on_disk(self.context, self.recorder.sync)
         if not await self.reconciler.check_server():
-            await self.evaluator.trim(version)
+            await evaluator.trim(version)
 
     async def _finish_evaluation(self, during: During | None = None) -> None:
         """Wait for the evaluation in progress before newer weights are announced. Raises StoppedError: the

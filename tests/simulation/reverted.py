@@ -95,7 +95,7 @@ REVERTED = (
         "a stranger's copy comes while its step waits for another group"),
     Mutant("an evaluation is trimmed before a checkpoint stands for its version", TRAINER,
         "        if not await self.reconciler.check_server():\n"
-        "            await self.evaluator.trim(version)\n", "        await self.evaluator.trim(version)\n",
+        "            await evaluator.trim(version)\n", "        await evaluator.trim(version)\n",
         "an evaluation is trimmed whose version goes back"),
     Mutant("after a loss nobody looks for deliveries from the future", "common/streams/takeover.py",
         "        self._place = EVERYWHERE  # a server", "        pass  # a server",
@@ -115,7 +115,7 @@ REVERTED = (
         "        for lane in (Lane.TRAIN,):\n            if stream.key",
         "an evaluation is trimmed while a worker holds a ticket of it"),
     Mutant("tickets of evaluations stay that a lost history has issued", TRAINER,
-        "        await self.evaluator.take_back(self.version)\n", "",
+        "            await self.evaluator.take_back(self.version)\n", "            pass\n",
         "a trainer comes to versions again whose evaluations are there"),
     Mutant("a server is known before its restart is noted", f"{BATCH}/reconciler.py",
         "            self._note_restart()\n            await self._rewrite_file()\n",

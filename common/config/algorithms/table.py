@@ -64,7 +64,7 @@ def _algorithms(folder: ModuleType, name: str) -> tuple[Any, ...]:
 
 def _with_settings() -> list[Any]:
     """The advantages and losses of `with_settings/`, in order."""
-    algorithms = []
+    algorithms: list[Any] = []
     for name in _names(with_settings):
         algorithms += _algorithms(with_settings, name)
     return algorithms

@@ -4,18 +4,11 @@ Guarantee: the prompt of ticket n follows from the seed, the config, the tickets
 a curriculum, the commits that `curriculum.py` names: never from timing. So a checkpoint needs little, and a
 resumed run issues the same prompts.
 
-The places of all batches are numbered, `groups_per_step` for each step. The mixture of all weights says which
-have a demonstration; the others have tickets, and what replaces one of those is a ticket again, so that the
-share stays. A demonstration's ticket is its place (`FIRST_DEMONSTRATION`): step, row and trajectory are
-functions of it, and nothing of it has to be kept.
+`mixture.py` mixes several sources, and demonstrations, by their weights.
 """
 
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from math import lcm
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -23,153 +16,17 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.data import SourceConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import (
-    FIRST_DEMONSTRATION,
     Commit,
     Outcome,
     SamplingParams,
     Ticket,
-    Trajectory,
     is_demonstration,
 )
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.batch.curriculum import Curriculum
-    from tidemill.services.trainer.batch.demonstrations import Demonstration
-
-
-class Mixture:
-    """Which source each ticket takes its prompt from: exact shares, in an order that follows from the seed.
-
-    With weights w (which sum to 1), n tickets hold fewer than one prompt more or less than n * w of every
-    source, for every n. A source's unit number c + 1 may come once n * w > c, and is due when n * w >= c + 1;
-    of those that may come, the one due first comes (earliest deadline first, which keeps every such window:
-    Baruah et al. 1996, "Proportionate progress"). Equal deadlines are decided by the seed. All in whole
-    numbers, so that the order is the same on every machine.
-
-    A source with a limit of n has n tickets; afterwards the others are mixed again, by their weights. Takes
-    ten bytes for each number up to the highest one.
-    """
-
-    def __init__(
-        self, weights: Sequence[float | Fraction], seed: int, limits: Sequence[int | None] = ()
-    ) -> None:
-        # As text: 0.1 is exactly a tenth, and not the nearest float.
-        fractions = [Fraction(str(weight)) for weight in weights]
-        if not fractions or min(fractions) <= 0:
-            raise ValueError(f"a mixture needs weights above 0, got {list(weights)}")
-        scale = lcm(*(fraction.denominator for fraction in fractions))
-        self._weights = [int(fraction * scale) for fraction in fractions]
-        self._limits = list(limits) or [None] * len(fractions)
-        self._seed = seed
-        self._sources = array("H")
-        self._positions = array("Q")
-        self._counts = [0] * len(fractions)
-        self._mixed: list[int] = []
-        """The sources that are left, and since when: their counts and the number of tickets at that time."""
-        self._base: list[int] = []
-        self._begun = 0
-
-    def place_at(self, number: int) -> tuple[int, int]:
-        """Source of a ticket, and its position in that, both counted from 0; a pure function of weights,
-        limits and seed. Raises ConfigError: all sources are at their limits."""
-        while len(self._sources) <= number:
-            self._advance()
-        return self._sources[number], self._positions[number]
-
-    def counts_at(self, number: int) -> list[int]:
-        """How many of the first `number` tickets each source has."""
-        if number:
-            self.place_at(number - 1)
-        counts = [0] * len(self._weights)
-        for source in self._sources[:number]:
-            counts[source] += 1
-        return counts
-
-    def _advance(self) -> None:
-        number = len(self._sources)
-        limits = enumerate(self._limits)
-        mixed = [source for source, limit in limits if limit is None or self._counts[source] < limit]
-        if not mixed:
-            raise ConfigError(
-                f"data.train: every source has been used for all its epochs, after {number:,} groups. Raise "
-                "epochs, leave one source without, or lower trainer.steps."
-            )
-        if mixed != self._mixed:
-            self._mixed = mixed
-            self._base = list(self._counts)
-            self._begun = number
-        source = self._earliest(number)
-        self._sources.append(source)
-        self._positions.append(self._counts[source])
-        self._counts[source] += 1
-
-    def _earliest(self, number: int) -> int:
-        """The source whose next unit is due first, of those whose next unit may come."""
-        total = sum(self._weights[source] for source in self._mixed)
-        slot = number - self._begun + 1
-        best = -1
-        best_key = (0, 0)
-        for source in self._mixed:
-            weight = self._weights[source]
-            units = self._counts[source] - self._base[source]
-            if units * total >= slot * weight:
-                continue
-            due = -((units + 1) * total // -weight)
-            # A hash and not the place in the list: of equal weights the first would always come first.
-            tie = xxhash.xxh3_64_intdigest(f"{self._seed} {number} {source}".encode())
-            if best < 0 or (due, tie) < best_key:
-                best = source
-                best_key = (due, tie)
-        assert best >= 0, "the shares sum to 1, so one source is always behind its own"
-        return best
-
-
-class BatchPlaces:
-    """Which places of the batches have demonstrations; takes a `Mixture`'s memory, and 8 bytes a step."""
-
-    def __init__(
-        self, sources: Sequence[PromptSource], limits: Sequence[int | None], config: RunConfig
-    ) -> None:
-        data = config.data
-        self._size = config.trainer.groups_per_step
-        self._max_staleness = config.trainer.max_staleness
-        self.sources = sources
-        weights: list[float | Fraction] = [source.weight for source in data.demonstrations]
-        # Exact: floats that are added up would be other shares.
-        of_prompts = sum((Fraction(str(source.weight)) for source in data.prompt_sources), Fraction())
-        more: list[Fraction] = [of_prompts] if of_prompts else []
-        self._mixture = Mixture([*weights, *more], config.seed, [*limits, *(None for _ in more)])
-        self._prompts = array("Q", [0])
-        """For each step, how many places of the steps before it have tickets."""
-
-    def num_prompts(self, steps: int) -> int:
-        """Places of the first `steps` steps that have tickets."""
-        while len(self._prompts) <= steps:
-            first = (len(self._prompts) - 1) * self._size
-            places = map(self._mixture.place_at, range(first, first + self._size))
-            num_prompts = sum(source == len(self.sources) for source, _ in places)
-            self._prompts.append(self._prompts[-1] + num_prompts)
-        return self._prompts[steps]
-
-    def step_of(self, number: int) -> int:
-        """The step of a ticket that replaces none, and that `num_prompts` has counted already."""
-        return bisect_right(self._prompts, number) - 1
-
-    def trajectory(self, ticket: int) -> Trajectory:
-        number = ticket - FIRST_DEMONSTRATION
-        source, position = self._mixture.place_at(number)
-        demonstration = cast("Demonstration", self.sources[source].prompt_at(position))
-        step = number // self._size
-        return demonstration.trajectory(ticket, step, max(0, step - self._max_staleness))
-
-    def tickets(self, step: int) -> list[int]:
-        tickets = []
-        for number in range(step * self._size, (step + 1) * self._size):
-            source, _ = self._mixture.place_at(number)
-            if source < len(self.sources):
-                tickets.append(FIRST_DEMONSTRATION + number)
-        return tickets
+    from tidemill.services.trainer.batch.mixture import BatchPlaces, Mixture
 
 
 class PromptPlan:
@@ -186,11 +43,8 @@ class PromptPlan:
         limits = _limits(named, sources)
         limits_of_demonstrations = _limits(config.data.demonstrations, demonstrations)
         _check_limits([*(limits if sources else ()), *limits_of_demonstrations], config)
-        # One source without a name has all the weight; without sources the mixture is not used.
-        self._mixture = Mixture(weights or [1.0], config.seed, limits)
-        self.places: BatchPlaces | None = None
-        if demonstrations:
-            self.places = BatchPlaces(demonstrations, limits_of_demonstrations, config)
+        self._mixture = _open_mixture(weights, config.seed, limits)
+        self.places = _open_places(demonstrations, limits_of_demonstrations, config)
         self._curriculum = _open_curriculum(sources, config)
         self.fingerprint = sources[0].fingerprint if sources else ""
         """Digest over everything that decides which prompt is at which position of which source."""
@@ -210,7 +64,7 @@ class PromptPlan:
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
         """Fields of the next ticket, which has this number, for its prompt and its group."""
-        source, position = self._mixture.place_at(number)
+        source, position = self._place_at(number)
         if self._curriculum is None:
             return self._fields(source, self.sources[source].prompt_at(position))
         index = self._curriculum.draw(number, source, min_version)
@@ -218,10 +72,14 @@ class PromptPlan:
 
     def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
         """The same for a ticket that was issued before, with the prompt in this row."""
-        source, _ = self._mixture.place_at(number)
+        source, _ = self._place_at(number)
         index = self.sources[source].place_of(row)
         assert index is not None, "the fingerprint is that of the same rows"
         return self._fields(source, self.sources[source].prompts[index])
+
+    def _place_at(self, number: int) -> tuple[int, int]:
+        """Source of a ticket, and its position in that; one source without a name has all tickets."""
+        return (0, number) if self._mixture is None else self._mixture.place_at(number)
 
     def _fields(self, source: int, prompt: Prompt) -> dict[str, Any]:
         of_source = {"group_size": self._sizes[source], "sampling": self._sampling[source]}
@@ -230,7 +88,7 @@ class PromptPlan:
     def sizes(self, tickets: Iterable[int]) -> dict[str, int]:
         """Size of each group whose size is not `trainer.group_size`, by ticket."""
         sizes = {
-            str(ticket): 1 if is_demonstration(ticket) else self._sizes[self._mixture.place_at(ticket)[0]]
+            str(ticket): 1 if is_demonstration(ticket) else self._sizes[self._place_at(ticket)[0]]
             for ticket in tickets
         }
         return {ticket: size for ticket, size in sizes.items() if size != self._config.trainer.group_size}
@@ -246,7 +104,7 @@ class PromptPlan:
     def adopt(self, ticket: Ticket) -> None:
         """Take in the next ticket, which an earlier process has issued."""
         if self._curriculum is not None:
-            source, _ = self._mixture.place_at(ticket.ticket)
+            source, _ = self._place_at(ticket.ticket)
             self._curriculum.adopt(ticket.ticket, source, ticket.min_version)
             if ticket.outcome is not None:
                 self._curriculum.unreported[ticket.replaces] = ticket.outcome
@@ -295,7 +153,7 @@ class PromptPlan:
     def state(self, next_ticket: int) -> dict[str, Any]:
         """The state for a checkpoint. Positions are for people: they follow from the number of tickets."""
         state: dict[str, Any] = {"fingerprint": self.fingerprint}
-        if self.sources and self.sources[0].name:
+        if self._mixture is not None and self.sources:
             counts = self._mixture.counts_at(next_ticket)
             names = [source.name for source in self.sources]
             state["positions"] = dict(zip(names, counts, strict=True))
@@ -315,6 +173,25 @@ class PromptPlan:
             )
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
+
+
+def _open_mixture(weights: Sequence[float], seed: int, limits: Sequence[int | None]) -> "Mixture | None":
+    """None where the sources of prompts have no names, and so no weights."""
+    if not weights:
+        return None
+    from tidemill.services.trainer.batch.mixture import Mixture
+
+    return Mixture(weights, seed, limits)
+
+
+def _open_places(
+    demonstrations: Sequence[PromptSource], limits: Sequence[int | None], config: RunConfig
+) -> "BatchPlaces | None":
+    if not demonstrations:
+        return None
+    from tidemill.services.trainer.batch.mixture import BatchPlaces
+
+    return BatchPlaces(demonstrations, limits, config)
 
 
 def _open_curriculum(sources: Sequence[PromptSource], config: RunConfig) -> "Curriculum | None":

@@ -15,7 +15,6 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.common.wire.segments import SessionEnd
-from tidemill.services.trainer.algorithm.advantages.shaping import log_ratios
 from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample, num_sampled
@@ -284,11 +283,14 @@ def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     Samples with sampling masks are left out of the mean: their rollout logprobs are over other ids than the
     teacher's. `teacher_kl` of the loss has them.
     """
+    taught = [sample for sample in samples if sample.teacher]
+    if not taught:
+        return {}
+    from tidemill.services.trainer.algorithm.advantages.teacher import log_ratios
+
     gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     num_tokens: Counter[str] = Counter()
-    for sample in samples:
-        if not sample.teacher:
-            continue
+    for sample in taught:
         num_tokens[sample.teacher] += sample.num_trained
         if sample.kept is None:
             gaps[sample.teacher].append(log_ratios(sample))

@@ -17,6 +17,7 @@ from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 from tidemill.services.trainer import evaluation
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.evaluation import Evaluations, Evaluator
+from tidemill.services.trainer.service import open_evaluator
 
 EVAL = Lane.EVAL
 LIMIT = "client-output-buffer-limit"
@@ -82,6 +83,20 @@ def test_what_is_due_and_how_it_is_sampled_is_what_its_own_section_says(make):
         0.05,
         plain.max_tokens,
     )
+
+
+async def test_a_run_without_sets_takes_back_what_earlier_sets_have_left(make, broker, keys):
+    context = make_context(broker, keys, trainer_config())
+    trimmer = make_trimmer(context)
+    assert await open_evaluator(context, {}, trimmer) is None, "there is nothing to take back"
+    evaluating = asyncio.ensure_future(make().evaluate(0))
+    await wait_until(lambda: _num_tickets(broker, keys))
+    evaluating.cancel()
+    await asyncio.gather(evaluating, return_exceptions=True)
+    evaluator = await open_evaluator(context, {}, trimmer)
+    assert evaluator is not None
+    await evaluator.take_back(0)
+    assert not await _num_tickets(broker, keys)
 
 
 class TestSums:

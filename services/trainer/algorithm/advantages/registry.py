@@ -13,7 +13,6 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages.shaping import (
-    add_teacher,
     discounts,
     length_penalties,
     overlong_reward,
@@ -153,7 +152,12 @@ class Advantages:
         try:
             for sample, value in zip(samples, values, strict=True):
                 sample.set_advantage(value if isinstance(value, float) else sample.spread(value))
-                add_teacher(sample, self._algorithm.teacher)
+            taught = [sample for sample in samples if sample.teacher_weight]
+            if taught:
+                from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
+
+                for sample in taught:
+                    add_teacher(sample, self._algorithm.teacher)
         except ValueError as error:
             raise TidemillError(
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"

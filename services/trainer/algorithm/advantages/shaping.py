@@ -1,4 +1,4 @@
-"""What advantages are computed from: a sample's reward, spread over its trained tokens; and a teacher's part.
+"""What advantages are computed from: a sample's reward, spread over its trained tokens.
 
 Guarantee: the score of the reward service stays what it was (`Sample.reward`, and every metric of it). The
 penalties of length and the KL penalty are in `Sample.shaped_reward` and in `token_rewards` only.
@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
-from tidemill.common.config.algorithms.advantage import Discount, returns
+from tidemill.common.config.algorithm_sections import KlConfig
+from tidemill.common.config.algorithms.advantage import Discount
 from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO
 from tidemill.common.wire.arrays import Float64
-from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
 from tidemill.services.trainer.groups.sample import Sample
 
 
@@ -103,36 +102,6 @@ def discounts(sample: Sample, algorithm: AlgorithmConfig) -> Discount:
     return np.where(is_last_A, algorithm.gamma, 1.0)
 
 
-def log_ratios(sample: Sample) -> Float64:
-    """log p_rollout - log p_teacher of the A trained tokens, which they were sampled by. Shape [A], float64.
-
-    Their mean over tokens of the policy estimates KL(policy || teacher), the reverse KL.
-    """
-    teacher_T = sample.columns["teacher_logprobs"].astype(np.float64)
-    gap_T: Float64 = sample.rollout_logprobs.astype(np.float64) - teacher_T
-    return gap_T[sample.mask]
-
-
-def add_teacher(sample: Sample, config: TeacherTermConfig) -> None:
-    """Add to the advantage of each token what the sample's teacher says of it: weight * R_t.
-
-    r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the
-    trained tokens; gamma 0 looks at the token alone. The gradient of the expected r_t is that of the negative
-    reverse KL of this token's distribution (GKD, arXiv 2306.13649, with the reverse KL and the policy's own
-    samples alone; "On-policy distillation", Thinking Machines, 2025). It is added to the advantage as it is:
-    no group's mean is subtracted from it, and it is not divided by a deviation.
-
-    Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; -1.386, 1.386 is added;
-    with gamma 0.5 -0.693, 1.386.
-    """
-    if not sample.teacher_weight or config.place != "reward":
-        return
-    rewards_A = -log_ratios(sample).clip(-config.clip, config.clip)
-    advantages_T = sample.columns["advantages"].astype(np.float64)
-    advantages_T[sample.mask] += sample.teacher_weight * returns(rewards_A, config.gamma)
-    sample.set_advantage(advantages_T)
-
-
 def _placed(sample: Sample, score: float) -> Float64:
     """The score at the sample's trained tokens: each turn's reward at its last one (if it has none, at the
     last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
@@ -149,6 +118,8 @@ def _placed(sample: Sample, score: float) -> Float64:
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64:
     """Estimates of KL(rollout || reference) at the trained tokens. Shape [A]."""
+    from tidemill.services.trainer.algorithm.losses.terms import kl_penalty
+
     assert "reference_logprobs" in sample.columns, "`Policy.precompute` comes before advantages"
     difference_T = sample.rollout_logprobs - sample.columns["reference_logprobs"]
     difference_A = difference_T[sample.mask].astype(np.float64)

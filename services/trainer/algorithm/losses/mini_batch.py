@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.common.wire.arrays import Bits, Float64
-from tidemill.services.trainer.algorithm.losses.corrections import importance_weights
+from tidemill.services.trainer.algorithm.losses.importance import importance_weights
 from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Tokens
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample

@@ -21,16 +21,7 @@ from torch import Tensor
 
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.config.algorithms.table import LOSSES
-from tidemill.services.trainer.algorithm.losses.corrections import (
-    importance_weights,
-    kept_weights,
-    kl_penalty,
-    off_policy_tokens,
-    rejected_tokens,
-    rollout_penalty,
-    teacher_kl,
-    value_loss,
-)
+from tidemill.services.trainer.algorithm.losses.importance import importance_weights
 from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Surrogate, Tokens
 
@@ -89,34 +80,22 @@ def policy_loss(
         loss_N = factors_N * loss_N
         sums["left_out"] = (factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
+        from tidemill.services.trainer.algorithm.losses.rejection import off_policy_tokens
+
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N = loss_N.masked_fill(is_off_N, 0.0)
         sums["off_policy"] = is_off_N.sum()
     # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
-    if "reference_logprobs" in tokens.columns:
-        # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
-        unmasked_N = tokens.unmasked_logprobs_N
-        kl_N = kl_penalty(unmasked_N, tokens.columns["reference_logprobs"], algorithm.kl, tokens.ratio_N)
-        sums["kl_sum"] = kl_N.detach().sum()
-        if algorithm.kl.place == "loss":
-            loss_N = loss_N + algorithm.kl.coefficient * kl_N
-    if algorithm.rollout_penalty:
-        penalty_N = rollout_penalty(tokens.logprobs_N, tokens.rollout_logprobs_N)
-        loss_N = loss_N + algorithm.rollout_penalty * penalty_N
-    if algorithm.teacher.place == "loss":
-        loss_N = loss_N + _teacher_term(tokens, algorithm, sums)
-    if algorithm.entropy_coefficient:
-        loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
-    if tokens.values_N is not None:
-        loss_N = loss_N + _value_term(tokens, algorithm, sums)
-    if tokens.routing:
-        from tidemill.services.trainer.algorithm.losses.routing import router_term
+    if _has_terms(tokens, algorithm):
+        from tidemill.services.trainer.algorithm.losses.terms import with_terms
 
-        loss_N = loss_N + router_term(tokens, algorithm, sums)
+        loss_N = with_terms(loss_N, tokens, algorithm, sums)
     # Before weights: a demonstration's token counts in the denominator as any other does.
     loss_N = _imitated(tokens, loss_N, sums)
     weights_N = tokens.weights_N
     if algorithm.rejection.is_on:
+        from tidemill.services.trainer.algorithm.losses.rejection import kept_weights, rejected_tokens
+
         is_rejected_N = rejected_tokens(drift_N, *sequences, algorithm.rejection)
         weights_N = kept_weights(tokens, is_rejected_N, algorithm)
         sums["rejected"] = is_rejected_N.sum()
@@ -126,6 +105,18 @@ def policy_loss(
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     return loss, sums
+
+
+def _has_terms(tokens: Tokens, algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss has terms beside the policy's own."""
+    return (
+        "reference_logprobs" in tokens.columns
+        or algorithm.rollout_penalty > 0.0
+        or algorithm.teacher.place == "loss"
+        or algorithm.entropy_coefficient > 0.0
+        or tokens.values_N is not None
+        or bool(tokens.routing)
+    )
 
 
 def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
@@ -140,31 +131,6 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
     sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
     sums["imitation_tokens"] = is_shown_N.sum()
     return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
-
-
-def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
-    """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
-    weights_N = tokens.teacher_weights_N
-    if weights_N is None:
-        return torch.zeros_like(tokens.weights_N)
-    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.columns["teacher_logprobs"], algorithm.teacher)
-    has_teacher_N = weights_N > 0
-    sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
-    sums["teacher_tokens"] = has_teacher_N.sum()
-    return weights_N * kl_N
-
-
-def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
-    """The weighted value loss of each token; its diagnostics go into `sums`."""
-    assert tokens.values_N is not None, "it is asked for where there is a value head"
-    old_N = tokens.columns["values"]
-    returns_N = tokens.columns["returns"]
-    loss_N = value_loss(tokens.values_N, old_N, returns_N, algorithm.value.clip)
-    sums["value_loss_sum"] = loss_N.detach().sum()
-    sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
-    sums["return_sum"] = returns_N.sum()
-    sums["return_square_sum"] = returns_N.square().sum()
-    return algorithm.value.coefficient * loss_N
 
 
 @torch.no_grad()

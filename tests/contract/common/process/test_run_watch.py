@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.servers import RedisServer
 from tests.support.waiting import wait_until
-from tidemill.common.process import shutdown
+from tidemill.common.process import run_watch
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, remove_heartbeat
-from tidemill.common.process.shutdown import RunWatch
+from tidemill.common.process.run_watch import RunWatch
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import update_state
 from tidemill.common.wire.keys import Keys
@@ -20,7 +20,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_watch, "LOOK_S", 0.01)
 
 
 async def until_trouble(watch: RunWatch) -> "asyncio.Task[str]":
@@ -73,7 +73,7 @@ async def test_a_run_that_needs_no_trainer_now_is_not_left(
 async def test_a_run_whose_redis_is_gone_is_left_after_a_while(
     tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutdown, "SILENT_S", 0.02)
+    monkeypatch.setattr(run_watch, "SILENT_S", 0.02)
     server = RedisServer(tmp_path)
     server.start()
     broker = await Broker.connect(server.url)

@@ -19,7 +19,7 @@ from tests.support.servers import RedisServer
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
-from tidemill.common.process import service, shutdown
+from tidemill.common.process import run_watch, service
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, check_sole_trainer, publish_heartbeat
 from tidemill.common.redis import broker as broker_module
 from tidemill.common.run.state import (
@@ -130,7 +130,7 @@ async def test_a_worker_says_when_it_joins_and_leaves_when_the_run_is_finished(
 ):
     await publish_config(broker, keys, CONFIG)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
-    monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_watch, "LOOK_S", 0.01)
 
     async def serve(context):
         await update_state(broker, keys, status=FINISHED, version=3)
@@ -149,10 +149,10 @@ async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_er
     server = RedisServer(tmp_path)
     server.start()
     monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
-    monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
-    monkeypatch.setattr(shutdown, "SILENT_S", 0.02)
+    monkeypatch.setattr(run_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_watch, "SILENT_S", 0.02)
     monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
-    monkeypatch.setenv(shutdown.RESUME_WAIT_VARIABLE, "0.05")
+    monkeypatch.setenv(run_watch.RESUME_WAIT_VARIABLE, "0.05")
     broker = await broker_module.Broker.connect(server.url)
     await publish_config(broker, keys, CONFIG)
     await broker.close()

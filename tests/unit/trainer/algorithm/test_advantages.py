@@ -31,11 +31,11 @@ from tidemill.common.config.algorithms.with_settings.gae import gae
 from tidemill.common.config.algorithms.with_settings.pass_at_k import pass_at_k
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.advantages.shaping import (
-    add_teacher,
     overlong_penalty,
     shaped_reward,
     token_rewards,
 )
+from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample, TurnEnd, make_sample, turn_ends
 

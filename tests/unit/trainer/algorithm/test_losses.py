@@ -19,14 +19,14 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
 from tidemill.common.config.algorithms.table import CORRECTIONS
 from tidemill.services.trainer.algorithm.advantages.shaping import shaped_reward
-from tidemill.services.trainer.algorithm.losses.corrections import (
+from tidemill.services.trainer.algorithm.losses.rejection import rejected_tokens
+from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, loss_metrics
+from tidemill.services.trainer.algorithm.losses.terms import (
     kl_penalty,
-    rejected_tokens,
     rollout_penalty,
     teacher_kl,
     value_loss,
 )
-from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, loss_metrics
 from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
 from tidemill.services.trainer.policy.head import score_logits
 

@@ -15,7 +15,8 @@ from tidemill.common.config.data import DataConfig
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.batch import prompts as module
-from tidemill.services.trainer.batch.prompt_plan import Mixture, PromptPlan
+from tidemill.services.trainer.batch.mixture import Mixture
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import (
     Prompt,
     PromptSource,

@@ -27,7 +27,7 @@ from tests.support.routes import with_foreign
 from tests.support.samples import changed, taught
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.algorithm.advantages.shaping import add_teacher
+from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
 from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample

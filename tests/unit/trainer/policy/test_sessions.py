@@ -22,7 +22,7 @@ from tests.support.sessions import make_segment, make_session, rows_by_hand, ses
 from tests.support.training import make_score, trainer_config
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.trainer.algorithm.advantages.shaping import add_teacher
+from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
