@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.support.waiting import PATIENCE_S
 
 REPO = Path(__file__).resolve().parent.parent.parent
-OWN = ("TIDEMILL_", "PYTEST_", "COLUMNS", "CUBLAS_", "FLASH_ATTENTION_")
+OWN = ("TIDEMILL_", "PYTEST_", "COLUMNS", "LINES", "CUBLAS_", "FLASH_ATTENTION_")
 """Variables that are read when they are used, never while a module is imported, or not at all."""
 AT_IMPORT = {
     "OMP_NUM_THREADS": "1",

@@ -18,3 +18,8 @@ def file_of(picture: PilImage.Image, kind: str = "PNG", **settings: Any) -> byte
     buffer = io.BytesIO()
     picture.save(buffer, kind, **settings)
     return buffer.getvalue()
+
+
+def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
+    """The file of a picture of noise."""
+    return file_of(noise(width, height, seed))
