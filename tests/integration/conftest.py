@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.preloaded import run_check
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.process import checks
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -23,6 +22,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tidemill check` asks forked processes; in `common/test_algorithm_check.py`, those that users' does."""
+    # Not above: that import notes the environment, some of which is set after this file was read.
+    from tests.support.preloaded import run_check
+
     forking = SimpleNamespace(run=run_check, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(checks, "subprocess", forking)
 

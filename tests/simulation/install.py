@@ -137,7 +137,7 @@ def _replacements(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (secrets, "token_hex", lambda num_bytes=16: rng.randbytes(num_bytes).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
         (os, "getpid", lambda: OWNER.get(world.loop.world).pid),
-        # Each would freeze what all simulated processes have left: nothing of it, and no thread, would ever go.
+        # Each would freeze what all simulated processes have left: no thread of it would ever end.
         (gc, "freeze", lambda: None),
         *_disk_replacements(world),
         *_watched(world, watch),

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from tests.support.rank_runs import policy_on
 from tests.support.samples import sample_of
-from tests.support.vision import file_of, image_of, noise
+from tests.support.vision import image_of, png_of
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.config.trainer import TrainerConfig
@@ -58,11 +58,6 @@ def compute_in_float64(monkeypatch: Any) -> None:
         monkeypatch.setattr(kind, "forward", norm)
     for module in (modeling_qwen2_5_vl, modeling_qwen3_vl):
         monkeypatch.setattr(module, "apply_rotary_pos_emb_vision", rotate)
-
-
-def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
-    """A picture of noise."""
-    return file_of(noise(width, height, seed))
 
 
 class PictureMaker:

@@ -23,7 +23,10 @@ from pathlib import Path
 from tests.support.waiting import PATIENCE_S
 
 REPO = Path(__file__).resolve().parent.parent.parent
-OWN = ("TIDEMILL_", "PYTEST_", "COLUMNS", "CUBLAS_", "FLASH_ATTENTION_")
+TERMINAL = ("COLUMNS", "LINES")
+"""pytest imports readline, which sets both for all that is started then."""
+TORCHRUN = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OWN = ("TIDEMILL_", "PYTEST_", "CUBLAS_", "FLASH_ATTENTION_", *TERMINAL, *TORCHRUN)
 """Variables that are read when they are used, never while a module is imported, or not at all."""
 AT_IMPORT = {
     "OMP_NUM_THREADS": "1",
@@ -189,6 +192,19 @@ def start_module(module: str, arguments: Sequence[str], log: Path, environment: 
         return start_plain([sys.executable, "-m", module, *arguments], log, environment)
     with open(log, "ab") as file:
         return ForkedProcess(module, arguments, environment, file.fileno(), file.fileno())
+
+
+def start_code(
+    code: str, words: Sequence[str], output: Path, errors: Path, environment: Mapping[str, str]
+) -> Process:
+    """Start `python -c CODE WORDS`, forked where that makes no difference; the files get what it prints."""
+    with output.open("wb") as out, errors.open("wb") as err:
+        if can_fork(environment):
+            return ForkedProcess("", words, environment, out.fileno(), err.fileno(), code=code)
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.Popen(
+            command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
 
 
 def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -35,3 +35,8 @@ def image_of(png: bytes, first: int, num_tokens: int) -> Image:
         first=first,
         num_tokens=num_tokens,
     )
+
+
+def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
+    """The file of a picture of noise."""
+    return file_of(noise(width, height, seed))

@@ -16,8 +16,10 @@ async def measure(family: str, folder: Path) -> dict[str, Any]:
     import pytest
     import torch
 
-    from tests.support.picture_samples import IMAGES, compute_in_float64, png_of
-    from tests.support.picture_sessions import THIS, Stage, trajectory_of
+    from tests.support.picture_environments import THIS
+    from tests.support.picture_samples import IMAGES, compute_in_float64
+    from tests.support.picture_sessions import Stage, trajectory_of
+    from tests.support.vision import png_of
     from tidemill.services.rollout.engines.vllm import VllmEngine
     from tidemill.services.trainer.groups.sample import make_sample
 

@@ -9,12 +9,13 @@ import pytest
 
 from tests.contract.rollout.test_rollout_parts import LONG, left_by, tokens_of
 from tests.support.numbered import append_numbered
-from tests.support.picture_samples import TEXT_IDS, png_of
-from tests.support.picture_sessions import THIS, Stage
+from tests.support.picture_environments import THIS
+from tests.support.picture_samples import TEXT_IDS
+from tests.support.picture_sessions import Stage
 from tests.support.pictures import noise_png
 from tests.support.rollout_worker import SIZE, is_settled, samples_of, take_over
 from tests.support.training import trainer_config
-from tests.support.vision import image_of
+from tests.support.vision import image_of, png_of
 from tests.support.waiting import wait_until
 from tidemill.common.errors import BrokenImageError, ConfigError, RefusedError
 from tidemill.common.images.store import IMAGES_FOLDER, ImageStore

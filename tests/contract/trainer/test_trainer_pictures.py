@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
-from tests.support.picture_samples import png_of
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
-from tests.support.vision import image_of
+from tests.support.vision import image_of, png_of
 from tests.support.whole_trainer import run, trainer_context
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.config import RunConfig

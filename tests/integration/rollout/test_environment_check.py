@@ -13,6 +13,8 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process import checks
 from tidemill.common.process.checks import check_environment
 
+forked = pytest.mark.usefixtures("forked_checks")
+"""For tests of what a check says; the others have it start as users' does."""
 ROW = Row("guess", "guess", "4", {}, 0, "train.jsonl line 1")
 
 
@@ -29,6 +31,7 @@ def test_what_was_called_and_answered_is_told() -> None:
     assert lines[1:] == ['called multiply({"a": 1, "b": 1})', "answered 1"]
 
 
+@forked
 @pytest.mark.parametrize(
     ("use", "said"),
     [
@@ -151,6 +154,7 @@ def play_oracle(file: Path, oracle: str, rows: list[Row], **section: object) -> 
     return check_environment(config, rows, plays_oracle=True)
 
 
+@forked
 @pytest.mark.parametrize("kind", ["Text", "Tools", "agent"])
 def test_the_oracle_plays_rows_with_their_solution_and_with_nothing(kind: str, solved: Path) -> None:
     section: dict[str, object] = {"use": f"{solved}:{kind}"}
@@ -163,6 +167,7 @@ def test_the_oracle_plays_rows_with_their_solution_and_with_nothing(kind: str, s
     ]
 
 
+@forked
 def test_rows_whose_reward_is_not_that_of_their_solution_are_named(solved: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         play_oracle(solved, "call", ROWS, use=f"{solved}:Tools")
@@ -172,6 +177,7 @@ def test_rows_whose_reward_is_not_that_of_their_solution_are_named(solved: Path)
         play_oracle(solved, "text", ROWS[:1], use=f"{solved}:Generous")
 
 
+@forked
 @pytest.mark.parametrize(
     ("oracle", "said"),
     [

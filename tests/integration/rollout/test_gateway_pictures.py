@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support.late_imports import late
-from tests.support.picture_samples import png_of
 from tests.support.picture_sessions import SAMPLING, Script, Stage, take_store_away, trajectory_of
+from tests.support.vision import png_of
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire import codec
 from tidemill.common.wire.images import Image

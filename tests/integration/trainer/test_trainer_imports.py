@@ -1,8 +1,10 @@
-"""What a trainer of a plain GRPO run imports: none of the files for what it does not have."""
+"""What processes import: none of the files for what their run does not have."""
 
 import importlib.util
 import subprocess
 import sys
+
+import pytest
 
 from infra.docs.pages import REPO
 from tidemill.services.trainer.policy.options import OPTIONS
@@ -50,19 +52,40 @@ OTHER_OPTIONS = (
 """Other rooms and files: what a run has by a word of its config, or by its state."""
 ALGORITHMS = {"dr_grpo", "grpo", "ppo"}
 """The files of `advantages/` and `losses/` that the default algorithm is made of."""
+OF_PICTURES = ("door", "fetching", "processor")
+"""Modules of `common/images` that only runs with pictures need."""
 
 
-def test_a_plain_grpo_run_imports_no_option():
+PROGRAM = """
+import sys
+from infra import trainer_imports
+
+trainer_imports.main(["--list"])
+import tidemill.services.trainer.policy.memory.fit
+
+print(*sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What one process prints: the files that it holds; last all modules, with what fits passes to a GPU."""
     done = subprocess.run(
-        [sys.executable, "-m", "infra.trainer_imports", "--list"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", PROGRAM], cwd=REPO, capture_output=True, text=True, check=True
     )
-    *rows, total = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def modules(lines: list[str]) -> list[str]:
+    """Of a trainer of a plain GRPO run."""
+    *rows, total, _ = lines
     modules = [row.split()[1] for row in rows]
     assert total.startswith(f"{len(modules)} files")
+    return modules
+
+
+def test_a_plain_grpo_run_imports_no_option(modules: list[str]) -> None:
     for option in OTHER_OPTIONS:
         name = f"tidemill.{option}"
         assert importlib.util.find_spec(name), "or the test would see nothing"
@@ -74,3 +97,23 @@ def test_a_plain_grpo_run_imports_no_option():
     of_policy = {name.removeprefix(policy).partition(".")[0] for name in modules if name.startswith(policy)}
     assert "transformers_policy" in of_policy
     assert not of_policy & NOT_PLAIN
+
+
+def test_a_trainer_of_a_text_run_loads_nothing_that_takes_pictures_in(modules: list[str]) -> None:
+    assert "tidemill.services.trainer.batch.prompts" in modules
+    assert not {f"tidemill.common.images.{name}" for name in OF_PICTURES} & set(modules)
+    assert "tidemill.services.trainer.batch.row_pictures" not in modules
+
+
+def test_who_fits_passes_to_a_gpu_does_not_import_the_search_for_settings(lines: list[str]) -> None:
+    modules = lines[-1].split()
+    assert "tidemill.services.trainer.policy.memory.estimate" in modules
+    assert "tidemill.services.trainer.policy.memory.advice" not in modules
+
+
+def test_what_reads_rows_of_text_loads_neither_pillow_nor_what_takes_pictures_in() -> None:
+    names = "tidemill.common.data.prompt_lengths, tidemill.services.console.check.model_folder"
+    program = f"import sys, {names}; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert "PIL" not in loaded
+    assert not {f"tidemill.common.images.{name}" for name in OF_PICTURES} & set(loaded)

@@ -14,8 +14,9 @@ from PIL import Image as PilImage
 
 from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, train
-from tests.support.picture_samples import png_of
-from tests.support.picture_sessions import THIS, Script, Stage, picture, take_store_away, trajectory_of
+from tests.support.picture_environments import THIS, picture
+from tests.support.picture_sessions import Script, Stage, take_store_away, trajectory_of
+from tests.support.vision import png_of
 from tidemill.common.errors import BrokenImageError, EnvironmentFaultError
 from tidemill.common.images import store as store_module
 from tidemill.common.images.pictures import make_picture
@@ -50,7 +51,7 @@ def on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_engine_and_trainer_agree_on_pictures_of_the_prompt_and_of_later_turns(
     tmp_path: Path, family: str
 ) -> None:
-    stage = Stage(tmp_path, family, use=f"{THIS}:Gallery")
+    stage = Stage(tmp_path, family, use=f"{THIS}:Gallery", processes=1)
     tickets = [
         *[stage.ticket([png_of(0), png_of(1, 40, 100)])] * 3,
         stage.ticket([], truth="2", ticket=2),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from examples.small_vision_models import make_vision_model
-from tests.support.picture_samples import PictureMaker, png_of
+from tests.support.picture_samples import PictureMaker
 from tests.support.trajectories import make_trajectory
+from tests.support.vision import png_of
 from tidemill.common.store import ClaimStore, claims, resolved
 from tidemill.common.wire.images import PICTURES_FAULT, Image
 from tidemill.common.wire.messages import Trajectory

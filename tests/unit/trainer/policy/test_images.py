@@ -18,7 +18,8 @@ from tests.support.models import (
     save_state,
     train,
 )
-from tests.support.picture_samples import IMAGES, PictureMaker, compute_in_float64, png_of
+from tests.support.picture_samples import IMAGES, PictureMaker, compute_in_float64
+from tests.support.vision import png_of
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, RefusedError
 from tidemill.common.images.store import ImageStore

@@ -1,7 +1,5 @@
 """The estimate of what a run takes: against what real passes keep, and by hand."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -343,14 +341,6 @@ def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_adv
         config_of(), model_of(1e3, replace(SIZES, parameters=4 * 10**9)), Machine(8, 40 * GIB)
     )
     assert "trainer.context_ranks" not in short.settings
-
-
-def test_who_fits_passes_to_a_gpu_does_not_import_the_search_for_settings():
-    program = "import sys, tidemill.services.trainer.policy.memory.fit; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    modules = done.stdout.split()
-    assert "tidemill.services.trainer.policy.memory.estimate" in modules
-    assert "tidemill.services.trainer.policy.memory.advice" not in modules
 
 
 def test_a_request_is_answered_from_config_json_alone():
