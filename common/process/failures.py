@@ -96,3 +96,9 @@ def doubling(count: int) -> int:
     It changes for the 1st, the 2nd, the 4th, the 8th failure, and so on: callers log these alone.
     """
     return 1 << (count.bit_length() - 1) if count > 0 else 0
+
+
+def is_logged(count: int) -> bool:
+    """Whether the failure of this number is logged: the 1st, the 2nd, the 4th, and so on, so that what fails
+    again and again does not fill the log."""
+    return count > 0 and doubling(count) == count

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import structlog
 
+from tidemill.common.process.failures import is_logged
 from tidemill.common.process.heartbeats import BLOCKING, STARVED, STARVED_S, Heartbeat
 from tidemill.common.redis.broker import Broker
 
@@ -28,6 +29,7 @@ BLOCKED_S = 1.0
 SHOWN_S = 60.0
 """Seconds for which heartbeats report a blocked loop."""
 PATIENCE_LEASES = 40
+"""Leases for which a loop that does not run has its messages renewed."""
 LATE = 0.5
 """Share of a lease after which a renewal is late; a loop that is not blocked renews at a third."""
 
@@ -57,6 +59,7 @@ class LeaseKeeper:
         self._is_loading = is_loading
         self._watched = threading.get_ident()
         self._turned_at = time.monotonic()
+        """When the watched loop has run last."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="lease-keeper")
         self._broker: Broker | None = None
@@ -64,7 +67,9 @@ class LeaseKeeper:
         self._num_blocked = 0
         self._longest_s = 0.0
         self._where = ""
+        """What blocked the loop the last time."""
         self._seen_at = float("-inf")
+        """When the loop was last seen blocked."""
         self._is_starved = False
         self._num_starved = 0
         self._longest_starved_s = 0.0
@@ -77,6 +82,7 @@ class LeaseKeeper:
         self._thread.join(timeout=5.0)
 
     def turned(self) -> None:
+        """Note that the watched loop runs."""
         self._turned_at = time.monotonic()
 
     def add(self, leases: Leases) -> None:
@@ -112,8 +118,8 @@ class LeaseKeeper:
 
     async def _renew_late(self) -> None:
         for leases in self._leases:
-            late_s = time.monotonic() - leases.renewed_at
-            if LATE * leases.lease_s < late_s < PATIENCE_LEASES * leases.lease_s:
+            since_renewal_s = time.monotonic() - leases.renewed_at
+            if LATE * leases.lease_s < since_renewal_s < PATIENCE_LEASES * leases.lease_s:
                 if self._broker is None:
                     self._broker = self._connect()
                 await leases.renew_by(self._broker)
@@ -131,20 +137,19 @@ class LeaseKeeper:
             if not self._is_starved:
                 self._is_starved = True
                 self._num_starved += 1
-                if self._num_starved & (self._num_starved - 1) == 0:
+                if is_logged(self._num_starved):
                     log.info("short of CPU: the event loop was not run in time", times=self._num_starved)
             return
         if time.monotonic() - self._seen_at > SHOWN_S:
             self._longest_s = 0.0
         if not self._is_blocked or not self._where:
-            self._where = _where(self._watched)
+            self._where = _innermost_lines(self._watched)
         self._longest_s = max(self._longest_s, blocked_s)
         self._seen_at = time.monotonic()
         if not self._is_blocked:
             self._is_blocked = True
             self._num_blocked += 1
-            # Logged the 1st time, the 2nd, the 4th, and so on, so that repeated blocks do not fill the log.
-            if self._num_blocked & (self._num_blocked - 1) == 0:
+            if is_logged(self._num_blocked):
                 log.warning("the event loop is blocked; leases are renewed in its place", where=self._where)
 
 
@@ -154,7 +159,7 @@ def is_waiting(thread: int) -> bool:
     return frame is not None and frame.f_code.co_filename.endswith(WAITING_FILES)
 
 
-def _where(thread: int) -> str:
+def _innermost_lines(thread: int) -> str:
     """The innermost lines of a thread, the last one first."""
     frame = sys._current_frames().get(thread)
     if frame is None:

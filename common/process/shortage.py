@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from tidemill.common.errors import MachineFaultError
-from tidemill.common.process.failures import FailureLog, doubling
+from tidemill.common.process.failures import FailureLog, is_logged
 
 if TYPE_CHECKING:  # processes of users' code import this module, and start sooner without Redis's client
     from tidemill.common.process.heartbeats import Heartbeat
@@ -217,7 +217,7 @@ class Shortage:
         """Record that something for a sample could not be started; logged at the 1st, the 2nd, the 4th..."""
         self.num_faults += 1
         self._log.note(self._machine, SHORT, str(fault))
-        if doubling(self.num_faults) == self.num_faults:
+        if is_logged(self.num_faults):
             log.error(
                 "this machine is short of something: samples are handed back, and none are taken until a "
                 "start works",

@@ -41,7 +41,7 @@ import structlog
 from tidemill.common.config import RewardConfig
 from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.activity import LOAD, Activity
-from tidemill.common.process.failures import Failure
+from tidemill.common.process.failures import Failure, is_logged
 from tidemill.common.process.heartbeats import BLOCKING, FAILING_SHARE, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery, Garbled
@@ -117,9 +117,8 @@ class WorkerMetrics:
         self._gathered[lane].add((score.status, score.latency_s))
         if score.status is ScoreStatus.OK:
             return
-        # The 1st failure, the 2nd, the 4th, and so on: a broken reward must not flood the log.
         count = self._statuses[ScoreStatus.FAILED] + self._statuses[ScoreStatus.TIMEOUT]
-        if count & (count - 1) == 0:
+        if is_logged(count):
             log.warning(
                 "no reward for a trajectory",
                 ticket=score.ticket,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.failures import doubling
+from tidemill.common.process.failures import is_logged
 from tidemill.common.process.programs import ending_in_words, is_illegal_instruction
 from tidemill.common.process.shortage import is_machine_fault, make_fault, shortage_number
 from tidemill.services.console.run.guard import Guard
@@ -291,7 +291,7 @@ class Supervisor:
                 # The others of the run go on meanwhile: as they end, there may be room for this one.
                 num_refused += 1
                 pause_s = min(self.first_pause_s * 2 ** (num_refused - 1), LONGEST_PAUSE_S)
-                if doubling(num_refused) == num_refused:
+                if is_logged(num_refused):
                     fault = make_fault(
                         shortage_number(error), f"{spec.name} could not be started", str(error)
                     )

@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from tidemill.common.errors import MachineFaultError
-from tidemill.common.process.failures import doubling
+from tidemill.common.process.failures import is_logged
 from tidemill.common.process.programs import Child
 from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
@@ -176,7 +176,7 @@ class Blockage:
         self._where = beat["where"]
         self._seen_at = time.monotonic()
         self._num_seen += 1
-        if self._num_seen & (self._num_seen - 1) == 0:
+        if is_logged(self._num_seen):
             log.warning(
                 "an async reward function blocks its event loop: it scores one sample at a time",
                 reward=self.name,
@@ -370,7 +370,7 @@ class ProcessPool:
         name = self.blockage.name
         self.short_text = f"{name} runs in {num_sound} of {self._size} processes: {fault}"
         self._num_refused += 1
-        if doubling(self._num_refused) == self._num_refused:
+        if is_logged(self._num_refused):
             log.warning(
                 "a further scoring process could not be started: fewer samples are scored at once",
                 reward=name,

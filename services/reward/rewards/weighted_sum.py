@@ -202,6 +202,8 @@ class WeightedSum:
             reward = outcome.value
             if not outcome.is_ok:
                 reward = config.failure_value
+                # Of a single `reward.function` the value is the run's, which the trainer puts in
+                # (`GroupFilter`): its score stays a failure.
                 if reward is None or not self._is_named:
                     failed.append(named)
                     continue

@@ -40,7 +40,7 @@ from rq.worker import WorkerStatus
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import MachineFaultError, TidemillError
-from tidemill.common.process.failures import doubling
+from tidemill.common.process.failures import is_logged
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import (
@@ -333,7 +333,7 @@ class CodeWorker(Worker):
     def _wait_out_shortage(self, fault: MachineFaultError) -> None:
         """Take no job until a start works."""
         CodeWorker.num_faults += 1
-        if doubling(CodeWorker.num_faults) == CodeWorker.num_faults:
+        if is_logged(CodeWorker.num_faults):
             print(f"tidemill sandbox: {fault}", file=sys.stderr, flush=True)
         self._report(f"{fault.number} {fault}")
         pause_s = FIRST_PAUSE_S

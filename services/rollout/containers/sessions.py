@@ -16,7 +16,7 @@ import structlog
 
 from tidemill.common.config.environment import NO_CONTAINERS, EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
-from tidemill.common.process.failures import doubling
+from tidemill.common.process.failures import is_logged
 from tidemill.common.process.shortage import fault_in
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.containers.command import Container, ContainerCommand, EngineAwayError
@@ -210,7 +210,7 @@ class SessionContainers:
 
     def _note_away(self, error: EngineAwayError) -> None:
         self._num_away += 1
-        if doubling(self._num_away) == self._num_away:
+        if is_logged(self._num_away):
             log.warning(
                 "containers cannot be looked after: those of ended sessions stay until the engine answers",
                 error=str(error),

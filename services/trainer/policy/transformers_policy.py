@@ -161,7 +161,8 @@ class TransformersPolicy(ExportsWeights):
         self._held: dict[str, Tensor] | None = None
         """The weights at the start of the step, where `hold_weights` keeps them; else None."""
         self.layout = pick_layout(model, self.scorer, config.packing, max_model_len)
-        self.bins = config.bin_tokens, config.num_bins
+        self.bins = (config.bin_tokens, config.num_bins)
+        """Most tokens of a bin, and bins of a micro-batch."""
         # Losses over whole sequences need all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._keeps_hidden = any(option.reads_hidden for option in self.options)

@@ -132,14 +132,13 @@ class Advantages:
         Raises:
             TidemillError: an advantage is not finite.
         """
-        of_step = algorithm or self._algorithm
+        of_step = algorithm or self._algorithm  # shaping alone reads coefficients that move
         penalties = self._shape(groups, of_step)
 
         def rewards_of(sample: Sample) -> Float64:
             return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
 
         samples = [sample for group in groups for sample in group.samples]
-        # From here on the run's own section: no estimator reads a coefficient that moves.
         reward_groups = [
             RewardsOfGroup(group, self._algorithm, self._weights_by_reward, rewards_of) for group in groups
         ]
