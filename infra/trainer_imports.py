@@ -1,8 +1,9 @@
 """Counts the files that a trainer of a plain GRPO run imports: `python -m infra.trainer_imports`.
 
-A process imports the service, its policy and what these need, as a trainer does that has no adapters, critic,
-reference, routers, compiler or ranks; the files of `common/` and `services/` that it then holds are counted,
-with their lines. `--list` names them.
+A process imports the service, its policy and what these need, as a trainer does whose config names nothing
+but a model, text and a reward: no adapters, critic, reference, routers, compiler or ranks, no evaluation, and
+the default algorithm. The files of `common/` and `services/` that it then holds are counted, with their
+lines. `--list` names them.
 """
 
 import importlib
