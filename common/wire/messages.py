@@ -263,6 +263,12 @@ class Trajectory(PromptFields):
         return (first, *self.forks)
 
     @property
+    def token_rows(self) -> "tuple[Trajectory | Segment, ...]":
+        """The same rows where only their tokens are asked for: the first is the trajectory itself, which has
+        the fields of its first segment, so that nothing is built for it."""
+        return (self, *self.forks)
+
+    @property
     def forks(self) -> tuple[Segment, ...]:
         """The segments after the first one."""
         return self.session.forks if self.session else ()
@@ -275,12 +281,12 @@ class Trajectory(PromptFields):
     @cached_property
     def min_version(self) -> int:
         """The oldest version that produced a token of this trajectory."""
-        return min(version for segment in self.segments for version, _ in segment.spans)
+        return min(version for row in self.token_rows for version, _ in row.spans)
 
     @cached_property
     def max_version(self) -> int:
         """The newest version that produced a token of this trajectory."""
-        return max(version for segment in self.segments for version, _ in segment.spans)
+        return max(version for row in self.token_rows for version, _ in row.spans)
 
     @cached_property
     def tokens_digest(self) -> str:
@@ -289,9 +295,7 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
-        # Without `segments`, which would be built for this alone.
-        rows: tuple[Trajectory | Segment, ...] = (self, *self.forks)
-        for row in rows:
+        for row in self.token_rows:
             for ids in (row.prompt_ids, row.completion_ids):
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
@@ -321,9 +325,9 @@ class Trajectory(PromptFields):
         """The version that produced each completion token, over all segments, int32. Tokens that no version
         produced have the version of those before them."""
         of_segments = []
-        for segment in self.segments:
-            lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
-            of_segments.append(np.repeat([version for version, _ in segment.spans], lengths))
+        for row in self.token_rows:
+            lengths = np.diff([*(first for _, first in row.spans), len(row.completion_ids)])
+            of_segments.append(np.repeat([version for version, _ in row.spans], lengths))
         versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(of_segments).astype(np.int32)
         return versions
 

@@ -43,6 +43,7 @@ TRAJECTORIES = StreamName.TRAJECTORIES
 SCORES = StreamName.SCORES
 DEAD = StreamName.DEAD
 STREAMS = (TRAJECTORIES, SCORES, DEAD)
+NOTHING_SEEN = id_order(START)
 
 
 class StreamJoin:
@@ -79,8 +80,9 @@ class StreamJoin:
         self._observed_at = -math.inf
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
-        self._seen_up_to: Mapping[StreamName, str] = {}
-        """What was read before a restart or a loss of Redis: read again, it is not counted again."""
+        self._seen_up_to: Mapping[StreamName, tuple[int, int]] = {}
+        """The newest entry of each stream that had been read before a restart or a loss of Redis, as
+        `id_order` has it: what is read again is not counted again."""
         self._dead_letters = DeadLetterWriter(broker, keys, keys.scores())
         self._readers: dict[StreamName, OffsetReader[Any]] = {
             name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
@@ -143,7 +145,7 @@ class StreamJoin:
         untaken = [group for group in self.groups.values() if not group.is_taken]
         # Before the readers go back: what they read again has been counted.
         self._seen_up_to = {
-            stream: max(position, self._seen_up_to.get(stream, START), key=id_order)
+            stream: max(id_order(position), self._seen_up_to.get(stream, NOTHING_SEEN))
             for stream, position in self.high_water().items()
         }
         low = self._low_water(untaken) | {DEAD: self._readers[DEAD].position}
@@ -199,7 +201,8 @@ class StreamJoin:
             trails = state["trails"]
             trail = Trail(trails[stream]) if stream in trails else None
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
-        self._seen_up_to = dict(state["high_water"])
+        high_water: Mapping[StreamName, str] = state["high_water"]
+        self._seen_up_to = {stream: id_order(entry_id) for stream, entry_id in high_water.items()}
         self.num_trajectories = int(state["num_trajectories"])
 
     async def standing_positions(self) -> dict[StreamName, str]:
@@ -282,4 +285,4 @@ class StreamJoin:
             self.changed.set()
 
     def _is_new(self, stream: StreamName, entry_id: str) -> bool:
-        return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+        return id_order(entry_id) > self._seen_up_to.get(stream, NOTHING_SEEN)

@@ -281,14 +281,14 @@ def make_sample(trajectory: Trajectory) -> Sample:
     fault = fault_of(trajectory)
     if trajectory.images and fault:
         raise ValueError(f"trajectory {trajectory.key}: {fault}")
-    segments = trajectory.segments
+    rows = trajectory.token_rows
     choices = trajectory.choices
     return Sample(
         key=trajectory.key,
-        segments=tuple(SegmentTokens(s.prompt_ids, len(s.completion_ids)) for s in segments),
-        completion_ids=_joined([segment.completion_ids for segment in segments]),
-        mask=_joined([segment.mask for segment in segments]),
-        columns={"rollout_logprobs": _joined([segment.logprobs for segment in segments])},
+        segments=tuple([SegmentTokens(row.prompt_ids, len(row.completion_ids)) for row in rows]),
+        completion_ids=_joined([row.completion_ids for row in rows]),
+        mask=_joined([row.mask for row in rows]),
+        columns={"rollout_logprobs": _joined([row.logprobs for row in rows])},
         routes=tuple(_routes_of(trajectory)) if choices is not None else (),
         kept=choices.rows.get(KEPT) if choices is not None else None,
         images=trajectory.images,
@@ -359,15 +359,15 @@ def fill_teacher(
 def num_sampled(trajectory: Trajectory) -> int:
     """Completion tokens that the model sampled, in all segments: a completion's length, in every metric."""
     count = 0
-    for segment in trajectory.segments:
-        is_whole = segment.loss_mask is None
-        count += len(segment.completion_ids) if is_whole else int(np.count_nonzero(segment.mask))
+    for row in trajectory.token_rows:
+        is_whole = row.loss_mask is None
+        count += len(row.completion_ids) if is_whole else int(np.count_nonzero(row.mask))
     return count
 
 
 def sampled_mask(trajectory: Trajectory) -> Bits:
     """Which completion tokens the model sampled, over all segments. Shape [T]."""
-    return _joined([segment.mask for segment in trajectory.segments])
+    return _joined([row.mask for row in trajectory.token_rows])
 
 
 def mask_of_whole_turns(trajectory: Trajectory) -> Bits:

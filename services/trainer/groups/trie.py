@@ -185,17 +185,24 @@ CHUNK_ROWS = 64
 
 def _common_to_neighbours(sequences: Sequence[Int32]) -> list[int]:
     """How many tokens each sequence but the first has in common with the one before; all are ids alone."""
-    shorter = [min(len(before), len(ids)) for before, ids in pairwise(sequences)]
+    shorter: list[int] = []
+    before: list[Int32] = []
+    after: list[Int32] = []
+    for ids_before, ids in pairwise(sequences):
+        count = min(len(ids_before), len(ids))
+        shorter.append(count)
+        before.append(ids_before[:count])
+        after.append(ids[:count])
     if not shorter:
         return []
-    before = np.concatenate([ids[:count] for ids, count in zip(sequences[:-1], shorter, strict=True)])
-    after = np.concatenate([ids[:count] for ids, count in zip(sequences[1:], shorter, strict=True)])
-    differs = np.flatnonzero(before != after)
-    # A place behind the end, for pairs after the last difference.
-    differs = np.append(differs, len(before))
-    starts = np.cumsum([0, *shorter[:-1]])
-    first_differing = differs[np.searchsorted(differs, starts)]
-    commons: list[int] = np.minimum(first_differing - starts, shorter).tolist()
+    (differs,) = (np.concatenate(before) != np.concatenate(after)).nonzero()
+    # For each pair, the first place at which it may differ, and the one behind its last.
+    ends = np.array(shorter).cumsum()
+    starts = ends - shorter
+    # A place behind all, for pairs after the last difference.
+    differs = np.concatenate([differs, ends[-1:]])
+    first_differing = differs[differs.searchsorted(starts)]
+    commons: list[int] = (np.minimum(first_differing, ends) - starts).tolist()
     return commons
 
 

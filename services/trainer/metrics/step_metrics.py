@@ -44,13 +44,13 @@ def step_metrics(
     sampled = [t for group in groups for t in group.sampled]
     lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
     staleness = _staleness(step, groups)
-    segments = [segment for t in (*trajectories, *demonstrations) for segment in t.segments]
+    rows = [row for t in (*trajectories, *demonstrations) for row in t.token_rows]
     sums = result.sums
     updates = result.updates
     return {
         **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
         "completion_tokens": float(lengths.sum() + sum(map(num_sampled, demonstrations))),
-        "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
+        "step_tokens": float(sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)),
         "staleness/max": float(max(staleness, default=0)),
         "staleness/mean": _mean_staleness(staleness),
         **staleness_shares(staleness),
@@ -136,7 +136,7 @@ def usage_metrics(
 
 def _record_bytes(trajectory: Trajectory) -> int:
     """About how many bytes Redis holds for one trajectory and its score."""
-    ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
+    ids = sum(len(row.prompt_ids) + 2 * len(row.completion_ids) for row in trajectory.token_rows)
     text = len(f"{trajectory.text}{trajectory.thought or ''}{trajectory.prompt_text}".encode())
     said = len(repr(trajectory.session.messages)) if trajectory.session else 0
     return BYTES_OF_A_TOKEN * ids + text + said + ENTRY_BYTES

@@ -9,6 +9,7 @@ by tiles, whatever the size of the micro-batch.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -296,11 +297,12 @@ class TransformersPolicy(ExportsWeights):
         sums: list[TileSums] = []
         positions = 0
         # All before the first pass, after which the processor's caches would have none of what this needs.
-        laid_out = [lay_out(planned) for planned in plan]
+        laid_out = deque(lay_out(planned) for planned in plan)
         # In the order of the plan: gradients are added up in it, and with another order a replay would give
         # other digests.
-        for number, without_inputs in enumerate(laid_out):
-            tile = self._prepare(without_inputs)
+        for number in range(len(plan)):
+            # Each is let go of with its pass.
+            tile = self._prepare(laid_out.popleft())
             positions += tile.ids_BT.numel()
             sums.append(self._train_tile(tile, number, batch_tokens))
         counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)

@@ -80,20 +80,22 @@ def add_tiles(tiles: Sequence[TileSums]) -> Sums:
     host waits for the device."""
     if not tiles:
         return Sums()
-    zeros: dict[str, Tensor] = {}
-    """What a tile without a sum has in its place, by name."""
+    firsts: dict[str, Tensor] = {}
+    """Each sum of the first tile that has it, by name."""
     for tile in tiles:
-        for name, value in tile.items():
-            if name not in zeros:
-                zeros[name] = torch.zeros_like(value)
+        if tile.keys() != firsts.keys():
+            for name, value in tile.items():
+                firsts.setdefault(name, value)
     kinds: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
-    for name, zero in zeros.items():
-        kinds.setdefault((zero.dtype, zero.shape), []).append(name)
+    for name, value in firsts.items():
+        kinds.setdefault((value.dtype, value.shape), []).append(name)
     columns: list[Tensor] = []
     names_in_order: list[str] = []
     # One operation for all numbers of a kind: on CPUs there is a tile for each long sample.
     for names in kinds.values():
-        values = [tile.get(name, zeros[name]) for tile in tiles for name in names]
+        values: list[Tensor] = []
+        for tile in tiles:
+            values += [tile[name] if name in tile else torch.zeros_like(firsts[name]) for name in names]
         # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
         columns.append(torch.stack(values).reshape(len(tiles), -1).double())
         names_in_order += names
@@ -104,7 +106,7 @@ def add_tiles(tiles: Sequence[TileSums]) -> Sums:
     sums = Sums()
     start = 0
     for name in names_in_order:
-        end = start + zeros[name].numel()
+        end = start + firsts[name].numel()
         if name.startswith(EXPERTS):
             sums[name] = np.array(totals_K[start:end], dtype=np.int64)
         elif name.endswith("_max"):
