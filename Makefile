@@ -15,6 +15,8 @@ PYTHON ?=
 ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
 PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder
+# What Python and pytest compile of tests stays for the next run, whatever the caller's own processes do.
+KEEPING_BYTECODE := env -u PYTHONDONTWRITEBYTECODE
 V ?=
 
 # pip's own progress is for terminals alone, and in colours.
@@ -86,11 +88,11 @@ examples/distill/teacher/config.json: | $(BASE)
 	$(BIN)/python examples/distill/make_teacher.py
 
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
-	$(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+	$(KEEPING_BYTECODE) $(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(TORCHVISION) $(PROMETHEUS) $(REDIS) $(BUBBLEWRAP)
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
-	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(MARKED) $(PARALLEL) $(PYTEST_ARGS)
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(KEEPING_BYTECODE) $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(MARKED) $(PARALLEL) $(PYTEST_ARGS)
 
 test: MARKED := -m "not long"
 test: ## run the tests that need no GPU, but for the long ones (PYTEST_ARGS="-k name -x")

@@ -1,7 +1,9 @@
 """Samples with pictures for the trainer, and what a plain pass of transformers over one of them gives."""
 
+import copy
 import io
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,12 @@ class PictureMaker:
         self.settings = PictureSettings(str(folder), IMAGES, run_dir)
         self.processor = load_processor(str(folder), IMAGES)
         self.store = ImageStore(run_dir)
+        self._plain_models: dict[torch.dtype, Any] = {}
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The folder's model as a trainer loads it; each policy gets a copy."""
+        return load_model(ModelConfig(path=str(self.folder), max_model_len=256), torch.device("cpu"))
 
     def sample(
         self,
@@ -165,7 +173,7 @@ class PictureMaker:
         """That of one process, or of one of these ranks."""
         trainer.setdefault("optimizer", {"lr": 1e-2})
         config = TrainerConfig.model_validate(trainer | {"num_ranks": ranks.size if ranks else 1})
-        model = load_model(ModelConfig(path=str(self.folder), max_model_len=256), torch.device("cpu"))
+        model = copy.deepcopy(self._loaded)
         if dtype == torch.float64:
             model = model.double()
         return policy_on(
@@ -179,7 +187,11 @@ class PictureMaker:
         )
 
     def plain_model(self, dtype: torch.dtype = torch.float64) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
+        """The folder's model as transformers loads it; each time another copy."""
+        if dtype not in self._plain_models:
+            model: Any = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype)
+            self._plain_models[dtype] = model.eval()
+        return copy.deepcopy(self._plain_models[dtype])
 
     def plain_logprobs(self, model: Any, sample: Sample) -> torch.Tensor:
         """Of the completion tokens, by transformers' own pass over each segment of this sample alone, without

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image as PilImage
 from transformers import AutoTokenizer
 
-from examples.small_vision_models import make_vision_model
 from tests.support.models import run_config
 from tests.support.picture_samples import IMAGES, PictureMaker
+from tests.support.vision_models import copy_vision_model
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import StoreError
 from tidemill.common.images.store import ImageStore
@@ -63,10 +63,9 @@ def folder_of(tmp_path: Path, family: str = "qwen2_5_vl") -> Path:
     """A model folder whose chat template writes calls of tools, too."""
     folder = tmp_path / "model"
     if not folder.exists():
-        make_vision_model(folder, family)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", f"{CALLS}<|im_end|>")
-        tokenizer.save_pretrained(folder)
+        copy_vision_model(folder, family)
+        template = folder / "chat_template.jinja"
+        template.write_text(template.read_text().replace("<|im_end|>", f"{CALLS}<|im_end|>"))
     return folder
 
 

@@ -601,6 +601,7 @@ class TestLostHistory:
             async def load_late(*arguments: Any) -> Any:
                 engine.released.set()
                 await wait_until(lambda: worker.follower.num_waiting == 1)
+                worker.consumer.lease_s = 0.1  # as above; once the weights are there, it is read at once
                 return await load(*arguments)
 
             engine.load = load_late
@@ -609,7 +610,6 @@ class TestLostHistory:
             await lose_tail(broker, keys.weights, START)
             await announce(1, term=2)
             await wait_until(lambda: engine.version == 1)
-            worker.consumer.lease_s = 0.1  # as above
             await asyncio.wait_for(task, 120)
         samples = await samples_of(broker, keys)
         assert {(sample.max_version, sample.index) for sample in samples} == {(1, i) for i in range(SIZE)}

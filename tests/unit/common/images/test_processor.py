@@ -9,8 +9,9 @@ from transformers import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from examples.small_vision_models import SMALL_FAMILIES, make_vision_model, vision_tokenizer
+from examples.small_vision_models import SMALL_FAMILIES, vision_tokenizer
 from tests.support.vision import file_of, noise
+from tests.support.vision_models import copy_vision_model
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.images.pictures import MAX_ASPECT, make_picture
@@ -32,7 +33,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def processor(family: str, tmp_path: Any) -> PictureProcessor:
-    return load_processor(make_vision_model(tmp_path, family), BOUNDS)
+    return load_processor(copy_vision_model(tmp_path, family), BOUNDS)
 
 
 def expand_by_library(
@@ -94,7 +95,7 @@ def test_the_pixels_are_those_of_the_librarys_processor_with_both_bounds(family,
 
 @pytest.mark.parametrize("bounds", [BOUNDS, ImagesConfig(max_pixels=65_536), ImagesConfig(max_pixels=50_000)])
 def test_no_picture_has_more_tokens_than_the_bound(family, tmp_path, bounds):
-    processor = load_processor(make_vision_model(tmp_path, family), bounds)
+    processor = load_processor(copy_vision_model(tmp_path, family), bounds)
     most = processor.most_tokens()
     counts = []
     for aspect in (1, 1.25, 2, 3, 7.5, 12, 38, 48, 170, MAX_ASPECT):
@@ -126,7 +127,7 @@ def test_ids_that_stand_for_pixels_are_banned(family, processor):
 
 
 def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
-    folder = make_vision_model(tmp_path, "qwen2_5_vl")
+    folder = copy_vision_model(tmp_path, "qwen2_5_vl")
     processor = load_processor(folder, BOUNDS)
     assert processor.name == "Qwen2VLImageProcessorPil"
     assert load_processor(folder, BOUNDS).digest == processor.digest
@@ -138,14 +139,14 @@ def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
 
 
 def test_without_min_pixels_the_models_own_bound_holds(tmp_path):
-    folder = make_vision_model(tmp_path, "qwen2_5_vl")
+    folder = copy_vision_model(tmp_path, "qwen2_5_vl")
     processor = load_processor(folder, ImagesConfig(max_pixels=50_000))
     assert processor.call_kwargs == {"size": {"shortest_edge": 3136, "longest_edge": 50_000}}
     assert load_processor(folder, ImagesConfig(max_pixels=1000)).call_kwargs["size"]["shortest_edge"] == 1000
 
 
 def test_other_families_and_folders_without_a_processor_are_refused_by_name(tmp_path):
-    folder = make_vision_model(tmp_path / "a", "qwen2_5_vl")
+    folder = copy_vision_model(tmp_path / "a", "qwen2_5_vl")
     config = folder / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type": "qwen2_5_vl"', '"model_type": "gemma3"'))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
+from examples.small_vision_models import SMALL_FAMILIES
 from tests.support.models import one_batch, run_config, train
 from tests.support.picture_samples import IMAGES, PictureMaker
 from tests.support.pictures import Seeing, mixed_requests
 from tests.support.samples import sample_of
 from tests.support.versions import write_version
+from tests.support.vision_models import copy_vision_model
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.trainer.groups.sample import Sample
@@ -47,7 +48,7 @@ async def sample_all(engine: TransformersEngine, seeing: Seeing) -> list[Sample]
 async def test_engine_and_trainer_agree_before_and_after_three_updates(
     tmp_path: Path, family: str, trains_tower: bool
 ) -> None:
-    folder = make_vision_model(tmp_path / "model", family)
+    folder = copy_vision_model(tmp_path / "model", family)
     maker = PictureMaker(folder, tmp_path)
     seeing = Seeing(folder, family, maker.processor, Seeing.of(folder, family).tokenizer)
     for request in mixed_requests(seeing):
