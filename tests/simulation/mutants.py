@@ -1,8 +1,8 @@
 """`python -m tests.simulation.mutants`: plants bugs, one at a time, and counts schedules until one is seen.
 
-Every bug of `planted.py` is put into a copy of the tree. Schedules run there, from seed 0 on, until one of
-them fails; a bug that belongs to a schedule of `known.py` has that one run before them. The last line is
-JSON, `{"planted": ..., "caught": ...}`; the exit code is 1 where fewer than 90% of the bugs are caught.
+Every bug of `planted.py` is put into a copy of the tree. Schedules run there until one of them fails: first
+the one that has seen this bug before, from `known.py` or of a seed, then those from seed 0 on. The last line
+is JSON, `{"planted": ..., "caught": ...}`; the exit code is 1 where fewer than 90% of the bugs are caught.
 """
 
 import argparse
@@ -45,6 +45,8 @@ class Mutant:
     new: str
     kept: str = ""
     """The schedule of `known.py` that this bug once made fail. It is the first to run."""
+    seed: int = 0
+    """In place of a kept schedule: the seed of a drawn one that has seen this bug, and runs first."""
 
 
 class PlantError(Exception):
@@ -97,7 +99,8 @@ def examine(mutant: Mutant, root: Path, num_schedules: int) -> Outcome:
     answer, answering = context.Pipe(duplex=False)
     with copied_tree(root) as tree:
         (tree / mutant.file).write_text(edited(mutant, tree), encoding="utf-8")
-        process = context.Process(target=_run_in, args=(tree, mutant.kept, num_schedules, answering))
+        arguments = (tree, mutant.kept, mutant.seed, num_schedules, answering)
+        process = context.Process(target=_run_in, args=arguments)
         process.start()
         answering.close()
         try:
@@ -110,7 +113,7 @@ def examine(mutant: Mutant, root: Path, num_schedules: int) -> Outcome:
     return Outcome(mutant, problem, num_run)
 
 
-def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) -> None:
+def _run_in(tree: Path, kept: str, seed: int, num_schedules: int, answering: Connection) -> None:
     """In a process of its own: run schedules with the code of `tree`."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tidemill")]:
         del sys.modules[name]
@@ -123,8 +126,9 @@ def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) ->
 
     problem = ""
     num_run = 0
-    first = [KNOWN[kept]] if kept else []
-    for schedule in islice(chain(first, map(schedule_of, count())), num_schedules):
+    first = KNOWN[kept] if kept else schedule_of(seed)
+    others = (schedule_of(number) for number in count() if kept or number != seed)
+    for schedule in islice(chain([first], others), num_schedules):
         num_run += 1
         if problem := run(schedule).problem:
             break

@@ -3,9 +3,9 @@
 
     NUM_TRIES=1 RAISES=0 python framework_programs.py NAME
 
-The reward is the own one of the program, which computes it however its agent ended; with `RAISES=1` the last
-error of its agent ends it. With several tries the program asks again where its SDK has given up, and begins
-again where its agent has.
+Each program computes its reward itself, however its agent ended; with `RAISES=1` the last error of its agent
+ends it. With several tries the program asks again where its SDK has given up, and begins again where its
+agent has.
 """
 
 import asyncio
