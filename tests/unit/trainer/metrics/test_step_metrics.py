@@ -102,6 +102,16 @@ def test_masked_samples_have_no_staleness_and_count_as_completions():
     assert (numbers["staleness/max"], numbers["completions/max_length"]) == (0.0, 4.0)
 
 
+def test_trained_tokens_are_counted_by_their_versions():
+    """Of tokens 0 to 2 of version 3 and token 3 of version 4, the second is not trained."""
+    samples = [sample_of(0, 0, 2, ((4, 0),)), sample_of(0, 1, 4, ((3, 0), (4, 3)))]
+    group = group_of(samples, [make_score(0, 0, 1.0), make_score(0, 1, 0.0)])
+    group.samples[1].set_mask(np.array([True, False, True, True]))
+    assert group.trained_versions() == [{4: 2}, {3: 2, 4: 1}]
+    group.samples[0].set_mask(np.zeros(2, dtype=bool))
+    assert group.trained_versions() == [{}, {3: 2, 4: 1}]
+
+
 def test_a_greedy_baseline_is_no_completion_of_the_step():
     group = two_samples()
     group.trajectories[1] = replaced(group.trajectories[1], is_greedy=True)
