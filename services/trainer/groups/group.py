@@ -136,7 +136,7 @@ class Group(RecordedGroup):
         """
         if self.is_demonstration:
             return []
-        versions = []
+        versions: list[dict[int, int]] = []
         for sample in self.samples:
             trajectory = self.trajectories[sample.key[1]]
             if not sample.num_trained:
