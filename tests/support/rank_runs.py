@@ -1,5 +1,6 @@
 """Processes that train one float64 model together, each forked from the test's process."""
 
+import gc
 import multiprocessing
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +139,9 @@ def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
 
 
 def _run_rank(rank: int, size: int, port: int, work: Callable[[Ranks], Any], result: Path) -> None:
+    # What earlier tests left is never freed here: a group of ranks would wait for its threads, which a fork
+    # does not have.
+    gc.freeze()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = join_ranks(address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
     outcome = work(ranks)
