@@ -1,6 +1,8 @@
 """What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
 
+import contextlib
 import gc
+import importlib
 import os
 import shlex
 import sys
@@ -28,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A machine's GPUs are for the tests in `gpu/`; others compute as on a machine without."""
     if not any(Path(name).resolve().is_relative_to(TESTS / "gpu") for name in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Notes the environment, before files of tests import libraries that change it.
+    importlib.import_module("tests.support.preloaded")
 
 
 LONGEST = (
@@ -106,12 +110,25 @@ LONG = (
 """What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""
 
 
+@contextlib.contextmanager
+def variables_restored() -> Iterator[None]:
+    """What libraries set in the environment in between, as TRL and accelerate do, goes again: what later
+    tests start would have it, and could not be forked (tests/support/preloaded.py)."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        if not name.startswith("PYTEST_"):
+            del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules and tests stay to the end: no garbage collection looks through them, now or later."""
     gc.disable()
     try:
-        return (yield)
+        with variables_restored():
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
@@ -171,6 +188,13 @@ def forked_ranks_may_compute_gradients() -> None:
     compilers do: so the first pass comes before."""
     if torch := sys.modules.get("torch"):
         torch.ones((), requires_grad=True).backward()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_variables() -> Iterator[None]:
+    """As after the imports: some libraries set theirs at their first use."""
+    with variables_restored():
+        yield
 
 
 @pytest.fixture(autouse=True)
