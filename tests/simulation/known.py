@@ -253,7 +253,7 @@ KNOWN = {
     )),
     "a worker that starts after an outage takes what others could not renew yet": Schedule(
         3, Setup(steps=3, groups_per_step=1, group_size=8, max_staleness=0, rewards=1), (
-        Fault(0.0, "restart", "", {"for_s": 7.0, "of": "rollout-0",
+        Fault(0.0, "restart", "", {"for_s": 5.0, "of": "rollout-0",
             "before": ["publish_sample", "prompts ", 6]}),
         Fault(0.5, "add", "rollout-9", {"follows": True}),
     )),

@@ -143,7 +143,7 @@ PLANTED = (
         kept="a worker leaves when it has begun a group"),
     Mutant("a worker that leaves takes what is pending along", f"{LUA}/leave.lua",
         "if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then\n  return 0\nend\n", "",
-        seed=9),
+        seed=46),
     Mutant("a score goes out under the id of another trajectory", CONSUMER,
         "            if not self._is_current(delivery):\n", "            if False:\n",
         kept="a score is published under the id of another trajectory"),
@@ -252,10 +252,10 @@ PLANTED = (
     Mutant("other weights of a version that an engine holds are not loaded",
         f"{ROLLOUT}/weight_follower.py", "        return manifest.digest != held.digest\n",
         "        return False\n",
-        kept="a version is trained again while a worker sleeps"),
+        seed=291),
     Mutant("payloads shift against their deliveries when one is left out", CONSUMER,
         "list(compress(results, current))",
-        "list(zip(compress(deliveries, current), (payload for _, payload in results)))"),
+        "list(zip(compress(deliveries, current), (payload for _, payload in results)))", seed=233),
 )
 # fmt: on
 
