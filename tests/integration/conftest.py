@@ -39,4 +39,4 @@ def isolated() -> None:
     try:
         probe(SandboxConfig(memory_mb=256, file_mb=4))
     except SandboxError as error:
-        pytest.skip(f"no jails here: {error}")
+        pytest.skip(f"no jails here: {error}")  # users may be forbidden to make namespaces

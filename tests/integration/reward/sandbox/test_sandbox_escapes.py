@@ -203,7 +203,7 @@ def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(each_jail
     """As volumes of a container are: a jail must not write what its worker's user may."""
     folders = [name for name in ("/usr/games", "/usr/src", "/usr/local/games") if Path(name).is_dir()]
     if os.getuid() != 0 or not folders:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("nothing can be mounted here")  # only root may, and over a folder that is there
     command = [sys.executable, "-c", MOUNTED, folders[0]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
     assert "is mounted" in done.stdout and "Read-only file system" in done.stdout, done
