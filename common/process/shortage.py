@@ -81,7 +81,8 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
     if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error):
         return errno.ENOMEM
     if isinstance(error, ImportError):  # of a library that cannot be opened or mapped
-        number = number_in_text(str(error)) or (errno.ENOMEM if NOT_MAPPED in str(error) else 0)
+        # With another reason behind it, such as one of a disk that runs no programs, it is none.
+        number = errno.ENOMEM if str(error).endswith(NOT_MAPPED) else number_in_text(str(error))
         if number:
             return number
     if not depth:  # a chain may be a ring

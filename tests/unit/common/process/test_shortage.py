@@ -52,6 +52,11 @@ def raised_from(cause: BaseException, error: BaseException) -> BaseException:
         (raised_from(os_error(errno.EMFILE), httpx.ConnectError("all attempts failed")), errno.EMFILE),
         (ConnectionError(raised_from(os_error(errno.EMFILE), OSError("all attempts"))), errno.EMFILE),
         (ExceptionGroup("both", [ValueError(), os_error(errno.EMFILE)]), errno.EMFILE),
+        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), 0),
+        (
+            ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory"),
+            errno.ENOMEM,
+        ),
         (os_error(errno.ENOENT), 0),
         (os_error(errno.ECONNREFUSED), 0),
         (os_error(errno.EACCES), 0),
