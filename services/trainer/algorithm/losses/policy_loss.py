@@ -109,13 +109,15 @@ def policy_loss(
 
 def _has_terms(tokens: Tokens, algorithm: AlgorithmConfig) -> bool:
     """Whether the loss has terms beside the policy's own."""
-    return (
+    # The conditions of `with_terms`, so that a run without terms need not read them: a term that has no line
+    # here would be left out without a word.
+    return bool(
         "reference_logprobs" in tokens.columns
-        or algorithm.rollout_penalty > 0.0
+        or algorithm.rollout_penalty
         or algorithm.teacher.place == "loss"
-        or algorithm.entropy_coefficient > 0.0
+        or algorithm.entropy_coefficient
         or tokens.values_N is not None
-        or bool(tokens.routing)
+        or tokens.routing
     )
 
 
