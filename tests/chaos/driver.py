@@ -39,6 +39,7 @@ class Outcome:
 
     seed: int
     watch: RecoveryWatch
+    num_planned_kills: int
     verdict: Verdict
     replay: ReplayResult
     wall_s: float
@@ -58,6 +59,11 @@ class Outcome:
     @property
     def num_kills(self) -> int:
         return sum(event.kind in SESSION_KILLS for event in self.watch.events)
+
+    @property
+    def num_kills_left(self) -> int:
+        """Planned kills that the run did not live to see."""
+        return self.num_planned_kills - self.num_kills
 
     @property
     def is_good(self) -> bool:
@@ -124,7 +130,7 @@ class Driver:
         async with asyncio.TaskGroup() as leaving:
             for fault in self.faults:
                 await wait_until(lambda fault=fault: self.archive.version >= fault.at_version, STUCK_S)
-                await asyncio.sleep(fault.delay_s)
+                await asyncio.sleep(fault.wait_s(self.archive.version))
                 await self._do(fault, leaving)
 
     async def _do(self, fault: Fault, leaving: asyncio.TaskGroup) -> None:
@@ -234,10 +240,11 @@ async def torment(
     verdict = judge(archive, config.trainer.group_size, config.trainer.max_staleness)
     tell("training once more, undisturbed")
     replayed = await replay(archive, config, load, driver.checkpoints)
+    num_planned_kills = sum(fault.kind in SESSION_KILLS for fault in faults)
     lost = sum(
         len(copy.lost) for copy in (archive.tickets, archive.trajectories, archive.scores, archive.commits)
     )
     return Outcome(
-        seed, driver.watch, verdict, replayed, wall_s, lost, differing, driver.archiver.num_kills,
-        num_faults(archive), misjudged(archive, config), left_over, regenerated_share(folder, archive),
+        seed, driver.watch, num_planned_kills, verdict, replayed, wall_s, lost, differing,
+        driver.archiver.num_kills, num_faults(archive), misjudged(archive, config), left_over, regenerated_share(folder, archive),
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """What happens to a run, drawn from a seed: kills of every kind, and workers that join and leave.
 
 A fault waits for a version, so that any machine gets all of them within the run, however fast it is, and
-then for a random time, so that it comes at any moment of a step. Faults may meet: a second process may be
-killed while the first one is still starting.
+then for a random time, so that it comes at any moment of a step. Where faults come so close together that
+the run is past that version already, most of the time is left out: else the last ones would come after the
+run's end. Faults may meet: a second process may be killed while the first one is still starting.
 """
 
 import random
@@ -43,6 +44,8 @@ PARTS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, Kind.POWER)
 SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT, Kind.SERVER)
 """Of a run that plays sessions."""
 LONGEST_DELAY_S = 3.0
+LATE_SHARE = 0.1
+"""Of its delay, for a fault whose version has passed."""
 MIDDLE_S = 0.7
 STEPS_PER_MOVE = 12
 LONGEST_LAG_S = 1.0
@@ -60,6 +63,17 @@ class Fault:
     delay_s: float
     role: str = ""
     is_term: bool = False
+
+    def wait_s(self, version: int) -> float:
+        """Seconds to wait, now that the run has come to `version`.
+
+        >>> Fault(Kind.REDIS, at_version=8, delay_s=2.0).wait_s(version=8)
+        2.0
+        >>> Fault(Kind.REDIS, at_version=8, delay_s=2.0).wait_s(version=9)
+        0.2
+        """
+        is_late = version > self.at_version
+        return self.delay_s * LATE_SHARE if is_late else self.delay_s
 
 
 def plan(

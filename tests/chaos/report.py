@@ -23,6 +23,11 @@ def print_faults(outcome: Outcome) -> None:
         f"{outcome.replay.num_compared} versions trained again, {len(outcome.replay.different)} different, "
         f"{len(outcome.replay.not_standing)} whose records Redis has lost."
     )
+    if outcome.num_kills_left:
+        note += (
+            f"\nThe run ended before the last {outcome.num_kills_left} kills: give it more steps "
+            "(--set trainer.steps=N), or ask for fewer kills (--kills N)."
+        )
     columns = "fault,of,at (s),version,loaded (s),useful again (s),"
     print_table(f"seed {outcome.seed}: what was done to the run", columns, rows, note)
 
@@ -32,6 +37,7 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "seeds": [outcome.seed for outcome in outcomes],
         "kills": sum(outcome.num_kills for outcome in outcomes),
+        "kills_left": sum(outcome.num_kills_left for outcome in outcomes),
         "lost": sum(outcome.verdict.lost for outcome in outcomes),
         "duplicated_in_training": sum(outcome.verdict.duplicated for outcome in outcomes),
         "staleness_violations": sum(outcome.verdict.violations for outcome in outcomes),
