@@ -246,5 +246,6 @@ async def torment(
     )
     return Outcome(
         seed, driver.watch, num_planned_kills, verdict, replayed, wall_s, lost, differing,
-        driver.archiver.num_kills, num_faults(archive), misjudged(archive, config), left_over, regenerated_share(folder, archive),
+        driver.archiver.num_kills, num_faults(archive), misjudged(archive, config), left_over,
+        regenerated_share(folder, archive),
     )  # fmt: skip
