@@ -18,6 +18,8 @@ class EngineTraits(NamedTuple):
     """A build of vLLM that has to be installed; the machine is checked for what vLLM needs."""
     loads_model: bool = True
     """Whether it computes with `model.path`, and so on a GPU where there is one."""
+    samples_all_models: bool = True
+    """Whether it can sample from every model; else `check_sampling` names those that it cannot."""
     leaves_gpu: bool = True
     """Whether it gives its memory of the GPU back while it sleeps."""
     reserves_gpu_memory: bool = False
@@ -26,7 +28,7 @@ class EngineTraits(NamedTuple):
 
 ENGINES = {
     "vllm": EngineTraits("vllm:VllmEngine", package="vllm", reserves_gpu_memory=True),
-    "transformers": EngineTraits("transformers:TransformersEngine", leaves_gpu=False),
+    "transformers": EngineTraits("transformers:TransformersEngine", samples_all_models=False, leaves_gpu=False),
     "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
 }
 """Engines by `rollout.engine`. No other code compares these names: a new engine is a file and a row."""

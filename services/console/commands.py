@@ -196,7 +196,7 @@ class CheckOptions:
 
     Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
     tries Redis if TIDEMILL_REDIS_URL is set. Where there are GPUs, or --gpus and --gpu-gib say which,
-    computes the memory that the run takes, and what to set where it does not fit. Starts nothing.
+    computes the memory that the run takes, and what to set where it does not fit. Starts no service.
     Exits with 2 where something is wrong.
     """
 

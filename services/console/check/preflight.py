@@ -304,7 +304,7 @@ def _look_at_model(findings: Findings) -> None:
     config = findings.config
     is_simulated = config.trainer.policy == "simulated" and not config.rollout.engine_traits.loads_model
     findings.model = inspect_model(config.model, needs_weights=not is_simulated)
-    if config.rollout.engine == "transformers":
+    if not config.rollout.engine_traits.samples_all_models:
         check_sampling(findings.model.model_type)
     if findings.model.is_remote:
         findings.notes.append(
