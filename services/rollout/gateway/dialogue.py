@@ -322,8 +322,8 @@ def objects(body: Body, name: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def has_usage(body: Body) -> bool:
-    """Whether a stream ends with the tokens that the answer used."""
+def wants_usage(body: Body) -> bool:
+    """Whether the client wants the numbers of tokens at the end of a stream."""
     return bool(object_in(body, "stream_options").get("include_usage"))
 
 

@@ -67,8 +67,8 @@ class RecordedHistory:
     text: str = ""
     """Prompt and answers of a segment without messages, as the client has them."""
     messages: list[Message] = field(default_factory=list)
-    """Up to the last answer, which is the last of them. Empty before the first answer, and where its prompt is
-    text or ids."""
+    """Up to the last answer, which is the last of them. Empty before the first answer, and where the prompt
+    is text or ids."""
     identities: list[Identity] = field(default_factory=list)
     """Of each message, (role, text, calls): what clients do not change, by which histories are compared."""
     num_prompt_messages: int = 0
