@@ -33,8 +33,8 @@ Located = Iterator[tuple[str, Mapping[str, Any]]]
 DONE = "[DONE]"
 """The last event of OpenAI's streams."""
 BILLING = "x-anthropic-billing-header"
-"""Begins a block of Claude Code's system prompt that differs in every request, so that each request would be a
-new history. It is not for the model."""
+"""Begins a block of Claude Code's system prompt that differs in every request, and is not for the model: with
+it each request would be a new history."""
 IN_NAMESPACE = "__"
 """Between the name of a namespace and that of a function in it, in what the model reads."""
 ANTHROPIC_FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
