@@ -211,8 +211,8 @@ def _has_no_step(folder: RunFolder, end: RunEnd) -> bool:
     has_ended_in_order = end.status in (FAILED, STOPPED) and end.pid != 0
     if not has_ended_in_order or end.steps:
         return False
-    # What the trainer has left, too: `steps` is only what the launcher saw last. A checkpoint of version 0 has
-    # no step.
+    # What the trainer has left counts too: `steps` is only what the launcher saw last. A checkpoint of
+    # version 0 has no step.
     has_record = any(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
     has_checkpoint = any(version > 0 for version in folder_versions(folder.path / CHECKPOINTS_FOLDER))
     return not has_record and not has_checkpoint
