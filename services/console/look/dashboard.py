@@ -493,9 +493,9 @@ def starved_line(snapshot: RunSnapshot) -> str:
 
 
 def _urgency(row: Node) -> int:
-    """Order in which processes are shown where not all have room: first those that do not work."""
+    """Of a process, for `Section.urgency`: first those that do not work, then those that wait or leave."""
     style = next(cell.style for cell in row.children if cell.label == "state")
-    return {"bold red": 0, "yellow": 1}.get(style, 2)
+    return {"bold red": 2, "yellow": 1}.get(style, 0)
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
