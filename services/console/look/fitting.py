@@ -36,8 +36,8 @@ class Section:
     shown, the most urgent first, and of equal ones the first."""
 
     def drawn(self, count: int) -> RenderableType:
-        """The `count` most urgent items, and how many others are left out; all in order where `count` is their
-        number."""
+        """The `count` most urgent items, and how many others are left out. Where none is, all are drawn in
+        their order."""
         num_hidden = len(self.items) - count
         if not num_hidden:
             return self.draw(self.items)
