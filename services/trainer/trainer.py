@@ -101,7 +101,9 @@ class Trainer:
         self.weights_work = BackgroundWork(self.context, WRITING)
         """Writes and announces the version that was committed last."""
         self._repaired = -1
+        """The version that was repaired last (`watch_damage`)."""
         self._committed_at = time.monotonic()
+        """When the step before was committed, and the seconds in each state of the process until then."""
         self._totals: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -182,14 +184,14 @@ class Trainer:
         # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            compared_s = -time.monotonic()
+            compare_began = time.monotonic()
             state = await self._compare_weights()
-            compared_s += time.monotonic()
+            compare_s = time.monotonic() - compare_began
             usage = await self.runner.thread.call(self.runner.policy.usage)
         dropped = self.assembler.drain_dropped()
         numbers = self._metrics(step, result, len(dropped))
         prompts = self.scheduler.prompts
-        numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compared_s}
+        numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compare_s}
         if self.weights.last is not None:
             numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
