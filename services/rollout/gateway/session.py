@@ -1,13 +1,17 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
-Invariants: a question that comes again while its answer is being made, before that was delivered, or before
-anything followed it, gets the same answer, so a client's retry is no second turn; if the client says that it
-does not retry, a question whose answer was delivered gets another one. What no program has read, as far as
-the gateway knows (`Exchange.unread`), is in no segment: it stands in the record beside them. Segments are in
-the order of their last answers, so text and end of the session are those of the answer that was given last. A
-question beyond a limit gets an error, which is to end the agent's loop; the session counts as truncated from
-then on, unless a later question is answered. Once it is closed, nothing of it runs and nothing more is
-answered.
+Invariants:
+
+* A question that comes again gets the same answer: while that is being made, until it was delivered, and
+  until anything has followed it. So a client's retry is no second turn. If the client says that it does not
+  retry, a question whose answer was delivered gets another one.
+* What no program has read, as far as the gateway knows (`Exchange.unread`), is in no segment: it stands in
+  the record beside them.
+* Segments are in the order of their last answers, so text and end of the session are those of the answer that
+  was given last.
+* A question beyond a limit gets an error, which is to end the agent's loop. The session counts as truncated
+  from then on, unless a later question is answered.
+* Once it is closed, nothing of it runs and nothing more is answered.
 """
 
 import asyncio
