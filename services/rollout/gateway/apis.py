@@ -428,15 +428,13 @@ def _anthropic_messages(body: Body) -> Located:
 
 
 def anthropic_answer(answer: Answer, model: str, body: Body) -> Event:
-    return _anthropic_head(answer, model) | {
-        "content": _blocks(answer),
-        "stop_reason": ANTHROPIC_FINISH[answer.finish],
-        "usage": _anthropic_usage(answer, answer.num_completion_tokens),
-    }
+    content = {"content": _blocks(answer), "usage": _anthropic_usage(answer, answer.num_completion_tokens)}
+    return _anthropic_head(answer, model) | content | _anthropic_end(answer)
 
 
 def anthropic_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
-    start: Event = {"content": [], "stop_reason": None, "usage": _anthropic_usage(answer, 0)}
+    start: Event = {"content": [], "usage": _anthropic_usage(answer, 0)}
+    start |= {"stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": _anthropic_head(answer, model) | start}
     yield {"type": "ping"}
     for index, block in enumerate(_blocks(answer)):
@@ -450,15 +448,20 @@ def anthropic_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
         yield {"type": "content_block_start", "index": index, "content_block": begun}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": ANTHROPIC_FINISH[answer.finish], "stop_sequence": None}
-    used = _anthropic_usage(answer, answer.num_completion_tokens)
-    yield {"type": "message_delta", "delta": ended, "usage": used}
+    usage = _anthropic_usage(answer, answer.num_completion_tokens)
+    yield {"type": "message_delta", "delta": _anthropic_end(answer), "usage": usage}
     yield {"type": "message_stop"}
 
 
 def _anthropic_head(answer: Answer, model: str) -> Event:
-    head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}
-    return head | {"stop_sequence": None}
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}
+
+
+def _anthropic_end(answer: Answer) -> Event:
+    """Why the answer ended, and at which of the client's stop sequences."""
+    if answer.finish == "stop" and answer.stop_sequence:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
+    return {"stop_reason": ANTHROPIC_FINISH[answer.finish], "stop_sequence": None}
 
 
 def _anthropic_usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:

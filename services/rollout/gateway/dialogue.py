@@ -133,6 +133,8 @@ class Answer:
     num_cached_tokens: int = 0
     tokens: tuple[tuple[str, float], ...] = ()
     """Text and logprob of each token, where they are asked for."""
+    stop_sequence: str = ""
+    """The client's stop sequence at which it was cut; empty: at none."""
 
     @property
     def text(self) -> str:

@@ -693,7 +693,7 @@ class GatewaySession:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if continuation.kind != "new":
             self.counts[continuation.kind] += 1
-        generation = _cut_at(whole, question.stop, self._decode)
+        generation, stop_sequence = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         engine_s = time.monotonic() - started
@@ -715,24 +715,31 @@ class GatewaySession:
             num_calls=len(parsed.calls),
             num_wrong_calls=sum(1 for call in parsed.calls if call.error),
         )
-        answer = _answer_of(question, generation, parsed, self._decode, len(ids))
+        answer = _answer_of(question, generation, parsed, self._decode, len(ids), stop_sequence)
         history.hold(question, answer)
         return answer
 
 
-def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:
-    """The generation up to the first of a client's stop sequences; the same object if there is none."""
+def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> tuple[Generation, str]:
+    """The generation up to the first of a client's stop sequences, and which one that is; the same object and
+    "" if there is none."""
     ids = generation.token_ids
     text = decode(ids) if stops else ""
-    positions = [text.find(stop) for stop in stops if stop in text]
+    positions = {stop: text.find(stop) for stop in stops if stop in text}
     if not positions:
-        return generation
+        return generation, ""
+    first = min(positions, key=lambda stop: positions[stop])
     # One token at least: the stop sequence may begin within the first, and a turn has to have one.
-    return generation.cut(max(1, num_within(ids, min(positions), decode)))
+    return generation.cut(max(1, num_within(ids, positions[first], decode))), first
 
 
 def _answer_of(
-    question: Question, generation: Generation, parsed: Parsed, decode: Decode, num_prompt_tokens: int
+    question: Question,
+    generation: Generation,
+    parsed: Parsed,
+    decode: Decode,
+    num_prompt_tokens: int,
+    stop_sequence: str,
 ) -> Answer:
     """The client's answer, without invalid calls. If there are no others, it gets all that the model wrote as
     text: its own loop answers the model."""
@@ -763,4 +770,5 @@ def _answer_of(
         # -1 if the engine does not say; clients add these numbers up.
         max(0, generation.num_cached_tokens),
         tuple(zip(texts, generation.logprobs, strict=False)),
+        stop_sequence,
     )
