@@ -126,8 +126,10 @@ async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values
 
 async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
     """The run's state, empty for a run that has not started."""
-    raw = await broker.execute("HGETALL", keys.state)
-    return {name.decode(): json.loads(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
+    flat = await broker.execute("HGETALL", keys.state)
+    names = flat[::2]
+    values = flat[1::2]
+    return {name.decode(): json.loads(value) for name, value in zip(names, values, strict=True)}
 
 
 PICTURES_OF = "pictures_of"

@@ -66,6 +66,7 @@ from tidemill.common.process.shortage import fault_in
 from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS, with_choices_in
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
+from tidemill.common.streams.log import fields_of
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
@@ -351,8 +352,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         progress = self.context.keys.progress(ticket.ticket, self.lane)
         keys = (progress, self.context.keys.parts(progress))
         raw_fields, raw_parts = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
-        fields = dict(zip(raw_fields[::2], raw_fields[1::2], strict=True))
-        parts = dict(zip(raw_parts[::2], raw_parts[1::2], strict=True))
+        fields = fields_of(raw_fields)
+        parts = fields_of(raw_parts)
         started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound depends on this wait.
         version = await self.follower.reach(ticket.min_version)
