@@ -464,7 +464,7 @@ class RewardLane(LaneWorker[Trajectory]):
         published with its group, or if the trajectory was handed back."""
         try:
             if self.groups.is_needed:
-                await self.groups.bring(delivery, self.scorer.outcomes)
+                await self.groups.score_in_group(delivery, self.scorer.outcomes)
                 return False
             score = await self.scorer.score(delivery.message, self.lane, began_at)
         except MachineFaultError as fault:
