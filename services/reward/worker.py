@@ -538,8 +538,8 @@ class RewardLane(LaneWorker[Trajectory]):
         return self.quarantine.is_open and not self.context.shortage.is_short and not is_leaving
 
     def _set_extra_slots(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
-        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`; none while
-        there are free slots."""
+        """Decide how many samples to hold beyond the slots: as many as begin within `AHEAD_S` at the pace of
+        the last scores, at most `AHEAD_SHARE`; none while there are free slots."""
         latency_s = sum(score.latency_s for _, score in batch) / len(batch)
         weight = PACE_SHARE if self._latency_s else 1.0
         self._latency_s += weight * (latency_s - self._latency_s)

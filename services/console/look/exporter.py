@@ -148,7 +148,8 @@ def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
 
 
 def targets_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
-    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself.
+    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself at
+    `own_address`, where that is known.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
