@@ -76,7 +76,7 @@ class RecordedGroup:
         message = entry.message
         if isinstance(message, Score):
             return [] if self._keep_score(entry.entry_id, message) else [entry]
-        if message.index in self.trajectory_ids or message.index >= self.group_size:
+        if not self._is_first(message):
             return [entry]
         self.trajectory_ids[message.index] = entry.entry_id
         self.trajectories[message.index] = message
@@ -84,18 +84,23 @@ class RecordedGroup:
 
     def _keep_score(self, entry_id: str, score: Score) -> bool:
         """Keep a score, unless it does not count; returns whether it is kept."""
-        index = score.index
         # A demonstration is complete without a score, and must not become complete twice.
         if self.is_demonstration or self.is_of_other_tokens(score):
             return False
         if self._is_undecided(score) and len(self.other_scores) < self.group_size:  # memory is bounded
             self.other_scores.append(Entry(entry_id, score))
             return True
-        if index in self.score_ids or index >= self.group_size:
+        if not self._is_first(score):
             return False
-        self.score_ids[index] = entry_id
-        self.scores[index] = score
+        self.score_ids[score.index] = entry_id
+        self.scores[score.index] = score
         return True
+
+    def _is_first(self, message: Trajectory | Score) -> bool:
+        """Whether its index is one of the group's, and none of its kind and key was kept before it."""
+        index = message.index
+        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
+        return index not in ids and index < self.group_size
 
     def _is_undecided(self, score: Score) -> bool:
         """Whether the trajectory, when it comes, has to decide between this score and the first one."""
