@@ -196,7 +196,7 @@ class PostProcessing:
         self._pictures: PictureReader | None = None
         """For a function of groups that takes pictures."""
         self._limits: RewardLimits = config
-        """Those of `reward.group`, which are the section's."""
+        """Limits of `reward.group`: those of the whole section."""
         self._classes = [
             (named, named.reward)
             for named in reward.rewards

@@ -460,7 +460,8 @@ class GatewaySession:
         return self._limit("max_tokens", problem, refused=content)
 
     def _too_many(self, num_pictures: int, most: int, is_asked: bool) -> RequestError:
-        """The same for one with more pictures than a prompt may have."""
+        """The error for a history with more pictures than a prompt may have; a limit of the session only if
+        `is_asked`."""
         problem = f"prompt is too long: the history has {num_pictures} pictures, and a prompt may have "
         problem += f"{most} (images.max_per_prompt)"
         if not is_asked:

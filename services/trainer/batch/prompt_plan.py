@@ -72,7 +72,7 @@ class PromptPlan:
         return self._fields(source, self.sources[source].prompts[index])
 
     def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
-        """The same for a ticket that was issued before, with the prompt in this row."""
+        """Fields of a ticket that was issued before, for the prompt in this row and its group."""
         source, _ = self._place_at(number)
         index = self.sources[source].place_of(row)
         assert index is not None, "the fingerprint is that of the same rows"
