@@ -201,7 +201,11 @@ async def _wholes(
     """
     if store is None:
         return {}
-    claims = [(entry_id, sample) for entry_id, sample in map(_claiming, entries) if sample is not None]
+    claims: list[tuple[str, Trajectory]] = []
+    for entry in entries:
+        claiming = _claiming(entry)
+        if claiming is not None:
+            claims.append((entry[0], claiming))
     reads = (store.threads.run(store.resolve, sample, keep_choices) for _, sample in claims)
     messages = await asyncio.gather(*reads)
     raw = dict(entries)
@@ -227,12 +231,13 @@ def _lacking(message: Message, keep_choices: bool) -> list[str]:
     return [claim.pointer for claim in lacking if claim is not None]
 
 
-def _claiming(entry: RawEntry) -> tuple[str, Trajectory | None]:
-    """The entry's id, and its message if that claims a payload, else None."""
-    if NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
-        return entry[0], None
-    record = decoded(entry[0].encode(), entry[1], Trajectory)
-    return entry[0], record.message if isinstance(record, Entry) else None
+def _claiming(entry: RawEntry) -> Trajectory | None:
+    """The entry's message if that claims a payload, else None."""
+    entry_id, fields = entry
+    if NAMES_A_CLAIM not in fields.get(PAYLOAD_FIELD, b""):
+        return None
+    record = decoded(entry_id.encode(), fields, Trajectory)
+    return record.message if isinstance(record, Entry) else None
 
 
 def payload_bytes(entry: RawEntry) -> int:
@@ -415,11 +420,14 @@ def _damage(segment: ArchiveSegment) -> str:
 
 def _num_claims(path: Path) -> int:
     """Rows of a segment that claim a payload which was missing or wrong when they were archived."""
+    num_claims = 0
     with pq.ParquetFile(path) as file:
-        groups = (file.read_row_group(group) for group in range(file.metadata.num_row_groups))
-        entries = (entry for table in groups for entry in raw_entries_of(table))
-        claiming = (_claiming(entry)[1] for entry in entries)
-        return sum(message is not None and has_claim(message) for message in claiming)
+        for group in range(file.metadata.num_row_groups):
+            for entry in raw_entries_of(file.read_row_group(group)):
+                message = _claiming(entry)
+                if message is not None and has_claim(message):
+                    num_claims += 1
+    return num_claims
 
 
 def has_archive(run_dir: Path) -> bool:

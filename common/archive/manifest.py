@@ -151,10 +151,13 @@ class Manifest:
         except (ValueError, TypeError) as error:
             raise ArchiveError(f"{folder / REMOVED_FILE} cannot be read: {error}") from None
         segments = sorted(map(ArchiveSegment.named, files), key=lambda segment: segment.order)
-        # Of two with the same first entry, the shorter one is what `cut_back` has left of the other.
-        firsts = {segment.first_id: segment for segment in reversed(segments)}
-        kept = (s for s in reversed(firsts.values()) if id_order(s.last_id) > id_order(removed.last_id))
-        return cls(folder, tuple(kept), removed)
+        by_first_id: dict[str, ArchiveSegment] = {}
+        for segment in segments:
+            # Of two with the same first entry, the shorter one is what `cut_back` has left of the other. It
+            # comes first in this order.
+            by_first_id.setdefault(segment.first_id, segment)
+        there = [s for s in by_first_id.values() if id_order(s.last_id) > id_order(removed.last_id)]
+        return cls(folder, tuple(there), removed)
 
     @property
     def last_id(self) -> str:
@@ -174,6 +177,7 @@ class Manifest:
         return {pointer for segment in self.segments for pointer in segment.details.bare}
 
     def remove_first(self, num_gone: int) -> None:
+        """Remove the files of the first segments; this manifest stays as it is."""
         gone = self.segments[:num_gone]
         removed = Removed(
             gone[-1].last_id,

@@ -30,20 +30,25 @@ def select(
     Raises:
         ArchiveError: a file is missing or damaged.
     """
-    segments = [s for s in manifest.segments if _may_hold(s, selection)]
-    for segment in reversed(segments) if backwards else segments:
+    segments = [segment for segment in manifest.segments if _may_hold(segment, selection)]
+    if backwards:
+        segments.reverse()
+    for segment in segments:
         try:
             yield from _select_in(segment.path, stream, selection, backwards)
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            removed = Manifest.load(manifest.folder).removed
-            if isinstance(error, FileNotFoundError) and id_order(segment.last_id) <= id_order(
-                removed.last_id
-            ):
-                continue  # the run's retention removed it during this read
+            if isinstance(error, FileNotFoundError) and _is_removed(manifest.folder, segment):
+                continue
             raise ArchiveError(
                 f"{segment.path} cannot be read: {error}. "
                 f"`{command_line('archive', '--check')}` says what is whole"
             ) from None
+
+
+def _is_removed(folder: Path, segment: ArchiveSegment) -> bool:
+    """Whether the run's retention has removed a segment, since the manifest was read."""
+    removed = Manifest.load(folder).removed
+    return id_order(segment.last_id) <= id_order(removed.last_id)
 
 
 def _select_in(
@@ -64,10 +69,15 @@ def _select_in(
                     yield selected
 
 
-def _ranges(selection: Selection) -> dict[str, Range | None]:
-    """Selected ranges by index column, for the columns whose bounds are in the footers."""
-    asked = (selection.tickets, selection.steps, selection.versions, selection.times)
-    return {name: wanted for name, wanted in zip(BOUNDED, asked, strict=True) if wanted is not None}
+def _ranges(selection: Selection) -> dict[str, Range]:
+    """Selected ranges of the quantities in `BOUNDED`, by the columns of their least values."""
+    wanted = {
+        "ticket": selection.tickets,
+        "step": selection.steps,
+        "version": selection.versions,
+        "time": selection.times,
+    }
+    return {name: limits for name, limits in wanted.items() if limits is not None}
 
 
 def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
@@ -76,27 +86,43 @@ def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
     if is_before or id_order(segment.first_id) > id_order(selection.last_id):
         return False
     bounds = segment.details.bounds
-    ranges = _ranges(selection).items()
-    return bounds is None or all(overlap(wanted, *bounds.get(name, (None, None))) for name, wanted in ranges)
+    if bounds is None:  # the footer cannot be read
+        return True
+    for name, wanted in _ranges(selection).items():
+        # No entry of the segment has the quantity where it has no bounds.
+        least, greatest = bounds.get(name, (None, None))
+        if not overlap(wanted, least, greatest):
+            return False
+    return True
 
 
 def _places(file: pq.ParquetFile, group: int, selection: Selection) -> list[int]:
     """Numbers of the rows in a row group that may be selected, judged by their index columns."""
+    ranges = [(wanted, name, BOUNDED[name]) for name, wanted in _ranges(selection).items()]
+    """Each range, with the columns that hold the least and the greatest value of a row."""
+    if selection.rewards is not None:
+        ranges.append((selection.rewards, "value", "value"))
+    exact: dict[str, int | str] = {}
+    """Columns that must hold exactly this."""
+    if selection.index is not None:
+        exact["index"] = selection.index
+    if selection.worker:
+        exact["worker"] = selection.worker
+    names = {ID, *exact}
+    for _, least, greatest in ranges:
+        names.update((least, greatest))
     # Compared in Python: pyarrow's scalars and masks import pandas where there is one, and that takes longer
     # than a lookup.
-    limits = _ranges(selection) | {"value": selection.rewards}
-    ranges = [(wanted, name, BOUNDED.get(name, name)) for name, wanted in limits.items() if wanted]
-    asked = {"index": selection.index, "worker": selection.worker or None}
-    equal = {name: value for name, value in asked.items() if value is not None}
-    names = {ID, *equal, *(name for _, *ends in ranges for name in ends)}
     columns = file.read_row_group(group, columns=sorted(names)).to_pydict()
 
     def may_match(index: int) -> bool:
-        row = {name: column[index] for name, column in columns.items()}
-        return (
-            selection.has_id(row[ID])
-            and all(row[name] == value for name, value in equal.items())
-            and all(overlap(wanted, row[least], row[greatest]) for wanted, least, greatest in ranges)
+        if not selection.has_id(columns[ID][index]):
+            return False
+        if any(columns[name][index] != value for name, value in exact.items()):
+            return False
+        return all(
+            overlap(wanted, columns[least][index], columns[greatest][index])
+            for wanted, least, greatest in ranges
         )
 
     return [index for index in range(len(columns[ID])) if may_match(index)]

@@ -55,6 +55,7 @@ BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "
 
 
 def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:
+    """A row for each entry, with the columns of `SCHEMA`."""
     rows = []
     for entry_id, fields in raw_entries:
         row = {

@@ -67,29 +67,47 @@ class RecordedGroup:
         return is_demonstration(self.ticket)
 
     def take(self, entry: GroupEntry) -> list[GroupEntry]:
-        """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
-        does not count: this entry, or a score that came before its trajectory and is of other tokens."""
+        """Keep the first trajectory of a key, and the first score of that trajectory's tokens.
+
+        Returns what does not count: this entry, or a score that came before its trajectory and is of other
+        tokens. Example: a score of tokens X comes, then one of tokens Y, then the trajectory with Y. Taking
+        that keeps the second score, and returns the first.
+        """
         message = entry.message
-        index = entry.message.index
-        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
-            trajectory = self.trajectories.get(index)
-            first = self.scores.get(index)
-            # A demonstration is complete without a score, and must not become complete twice.
-            if self.is_demonstration or self.is_of_other_tokens(message):
-                return [entry]
-            is_of_others = trajectory is None and first is not None and not message.is_of(first.tokens_digest)
-            if is_of_others and len(self.other_scores) < self.group_size:  # memory is bounded
-                self.other_scores.append(Entry(entry.entry_id, message))
-                return []
-        if index in ids or index >= self.group_size:
+            return [] if self._keep_score(entry.entry_id, message) else [entry]
+        if not self._is_first(message):
             return [entry]
-        ids[index] = entry.entry_id
-        if isinstance(message, Score):
-            self.scores[index] = message
-            return []
-        self.trajectories[index] = message
+        self.trajectory_ids[message.index] = entry.entry_id
+        self.trajectories[message.index] = message
         return self._choose_score(message)
+
+    def _keep_score(self, entry_id: str, score: Score) -> bool:
+        """Keep a score, unless it does not count; returns whether it is kept."""
+        # A demonstration is complete without a score, and must not become complete twice.
+        if self.is_demonstration or self.is_of_other_tokens(score):
+            return False
+        if self._is_undecided(score) and len(self.other_scores) < self.group_size:  # memory is bounded
+            self.other_scores.append(Entry(entry_id, score))
+            return True
+        if not self._is_first(score):
+            return False
+        self.score_ids[score.index] = entry_id
+        self.scores[score.index] = score
+        return True
+
+    def _is_first(self, message: Trajectory | Score) -> bool:
+        """Whether its index is one of the group's, and none of its kind and key was kept before it."""
+        index = message.index
+        ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
+        return index not in ids and index < self.group_size
+
+    def _is_undecided(self, score: Score) -> bool:
+        """Whether the trajectory, when it comes, has to decide between this score and the first one."""
+        first = self.scores.get(score.index)
+        if first is None or score.index in self.trajectories:
+            return False
+        return not score.is_of(first.tokens_digest)
 
     def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
         """Whether it is a score of other tokens than the key's trajectory, as after Redis lost the first."""
@@ -101,7 +119,8 @@ class RecordedGroup:
         )
 
     def _choose_score(self, sample: Trajectory) -> list[GroupEntry]:
-        """Of the scores that came before their trajectory, keep the first one of its tokens."""
+        """Of the scores that came before their trajectory, keep the first one of its tokens. Returns the
+        score that was kept until now, if it is of other tokens."""
         came = [entry for entry in self.other_scores if entry.message.index == sample.index]
         self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
         first = self.scores.get(sample.index)

@@ -19,15 +19,18 @@ def _count_merged_patches(processor: Any, _config: Any, inputs: Mapping[str, Any
 
 
 def _count_features(_processor: Any, config: Any, inputs: Mapping[str, Any]) -> list[int]:
-    """LLaVA's: a token stands for one feature of the tower, whose first one may be left out."""
+    """LLaVA's: a token stands for one feature of the tower. Of 24 x 24 patches, CLIP's tower makes 577
+    features, and `default` drops the first: 576 tokens."""
     vision = config.vision_config
     height, width = inputs["pixel_values"].shape[-2:]
-    num_patches = (height // vision.patch_size) * (width // vision.patch_size)
+    num_features = (height // vision.patch_size) * (width // vision.patch_size)
     # CLIP puts a class token before the patches; SigLIP does not.
-    num_classes = 1 if vision.model_type == "clip_vision_model" else 0
+    if vision.model_type == "clip_vision_model":
+        num_features += 1
+    # Whatever it is: of a tower without a class token, the first patch.
     if config.vision_feature_select_strategy == "default":
-        num_classes -= 1
-    return [num_patches + num_classes] * len(inputs["pixel_values"])
+        num_features -= 1
+    return [num_features] * len(inputs["pixel_values"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,9 @@ class Family:
     model_type: str
     """As in the model's config.json."""
     count_tokens: CountTokens
-    has_edges: bool
-    """Whether its processor takes a picture as large as it is, between two numbers of pixels: `size` with
-    `shortest_edge` and `longest_edge`. Others make all pictures of one size."""
+    keeps_size: bool
+    """Whether its processor takes a picture as large as it is, between two numbers of pixels (`size`, whose
+    `shortest_edge` and `longest_edge` are numbers of pixels here). Others make all pictures of one size."""
     token_types: Literal["", "mm_token_type_ids"] = ""
     """The model's input that marks the tokens of pictures with 1; without it they are read as text."""
     has_grid_positions: bool = False
@@ -47,7 +50,7 @@ class Family:
     more_placeholders: tuple[str, ...] = ()
     """Fields of the model's config with further ids that stand for pixels, beside `image_token_id`."""
     marks: tuple[str, ...] = ()
-    """Fields with the ids that stand around pictures: no text of a row may have them."""
+    """Fields of the model's config with the ids that stand around pictures: no row's text may have them."""
 
 
 def _qwen(model_type: str) -> Family:
@@ -55,7 +58,7 @@ def _qwen(model_type: str) -> Family:
     return Family(
         model_type,
         _count_merged_patches,
-        has_edges=True,
+        keeps_size=True,
         token_types="mm_token_type_ids",
         has_grid_positions=True,
         more_placeholders=("video_token_id",),
@@ -65,7 +68,7 @@ def _qwen(model_type: str) -> Family:
 
 FAMILIES = {
     family.model_type: family
-    for family in (_qwen("qwen2_5_vl"), _qwen("qwen3_vl"), Family("llava", _count_features, has_edges=False))
+    for family in (_qwen("qwen2_5_vl"), _qwen("qwen3_vl"), Family("llava", _count_features, keeps_size=False))
 }
 """By `model_type`."""
 

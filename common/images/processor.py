@@ -35,12 +35,13 @@ VOLATILE = ("transformers_version", "_processor_class", "processor_class", "auto
 class PictureProcessor:
     """Wraps the image processor of a model. Threads may share it."""
 
-    def __init__(self, family: Family, processor: Any, config: Any, edges: dict[str, int]) -> None:
-        """`processor` and `config` are the library's, `edges` the `size` for a family that has edges."""
+    def __init__(self, family: Family, processor: Any, config: Any, limits: dict[str, int]) -> None:
+        """`processor` and `config` are the library's, `limits` the least and most pixels of a picture,
+        as the processor's `size`; empty for a family that makes all pictures of one size."""
         self.family = family
         self.image_processor = processor
         self._config = config
-        self.call_kwargs: dict[str, Any] = {"size": edges} if edges else {}
+        self.call_kwargs: dict[str, Any] = {"size": limits} if limits else {}
         """Keywords for each call of the processor; vLLM needs the same (`mm_processor_kwargs`)."""
         self.name = type(processor).__name__
         self.placeholder_id = int(config.image_token_id)
@@ -93,7 +94,7 @@ class PictureProcessor:
 
         Example: 1,280 for at most 1,003,520 pixels, of which a token stands for 28 x 28.
         """
-        if not self.family.has_edges:
+        if not self.family.keeps_size:
             return self.num_tokens_of(SMALL, SMALL)  # all are made of one size
         # Both sides become multiples of that of a token; then the product is below the bound, but for strips.
         side = int(self.image_processor.patch_size) * int(self.image_processor.merge_size)
@@ -172,9 +173,9 @@ def load_processor(model_path: str | Path, images: ImagesConfig) -> PictureProce
             f"the image processor of {model_path} is {type(processor).__name__}; expected the class of its "
             "family that works with PIL, which this release of transformers does not have."
         )
-    edges = {}
-    if family.has_edges:
+    limits = {}
+    if family.keeps_size:
         least = images.min_pixels or int(processor.size["shortest_edge"])
         # Both edges: one alone is refused by one class, and another one in its place taken by the next.
-        edges = {"shortest_edge": min(least, images.max_pixels), "longest_edge": images.max_pixels}
-    return PictureProcessor(family, processor, config, edges)
+        limits = {"shortest_edge": min(least, images.max_pixels), "longest_edge": images.max_pixels}
+    return PictureProcessor(family, processor, config, limits)

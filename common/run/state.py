@@ -1,6 +1,8 @@
-"""A run's data in Redis besides its streams: the resolved config, and a small state (`Keys.state`).
+"""A run besides its streams: in Redis its config and a small state, in its folder some files.
 
-The config's classes take a quarter of a second to import, and readers of streams need none: imported late.
+The state is the hash `Keys.state`. For files that several services share, names and readers are here. The
+config's classes take a quarter of a second to import, and readers of streams need none: they are imported
+late.
 """
 
 import json
@@ -27,7 +29,8 @@ RUNNING = "running"
 FINISHED = "finished"
 FAILED = "failed"
 STOPPED = "stopped"
-"""What the state of a run says of it; a run that is stopped or has failed may be resumed."""
+STATUSES = (STARTING, RUNNING, FINISHED, STOPPED, FAILED)
+"""Values of the state's field `status`. A run that is stopped or has failed may be resumed."""
 
 
 class UnknownRunError(ConfigError):
@@ -35,7 +38,8 @@ class UnknownRunError(ConfigError):
 
 
 async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
-    """Write the resolved config to Redis, so that a worker needs only the address and the run id."""
+    """Write the resolved config to Redis, in place of one that is there: a worker needs only the address and
+    the run id."""
     # The config first: every run in the list has a config.
     await broker.execute("SET", keys.config, config.model_dump_json())
     await broker.execute("SADD", RUNS, keys.run_id)
@@ -93,6 +97,7 @@ async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
 
 
 async def run_exists(broker: Broker, keys: Keys) -> bool:
+    """Whether this Redis has the run's config, commits or tickets."""
     return bool(await broker.execute("EXISTS", keys.config, keys.commits, keys.prompts()))
 
 
@@ -102,12 +107,17 @@ async def known_runs(broker: Broker) -> list[str]:
 
 async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
     """Set fields of the run's state; values are stored as JSON."""
-    flat = [argument for name, value in values.items() for argument in (name, json.dumps(value))]
-    await broker.execute("HSET", keys.state, *flat)
+    arguments: list[str] = []
+    for name, value in values.items():
+        arguments += [name, json.dumps(value)]
+    await broker.execute("HSET", keys.state, *arguments)
 
 
 async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values: Any) -> bool:
-    """Set fields of the state of a run that is over, if Redis has its last commit; returns whether it has."""
+    """Set fields of the state of a run that is over, if Redis has its last commit; returns whether it has.
+
+    After a failover the server may lack that commit: then the run is not over yet.
+    """
     fields = [(name, json.dumps(value)) for name, value in values.items()]
     return await scripts.finish(
         broker, commits=keys.commits, state=keys.state, last_commit_id=last_commit_id, fields=fields
@@ -116,8 +126,10 @@ async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values
 
 async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
     """The run's state, empty for a run that has not started."""
-    raw = await broker.execute("HGETALL", keys.state)
-    return {name.decode(): json.loads(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
+    flat = await broker.execute("HGETALL", keys.state)
+    names = flat[::2]
+    values = flat[1::2]
+    return {name.decode(): json.loads(value) for name, value in zip(names, values, strict=True)}
 
 
 PICTURES_OF = "pictures_of"
@@ -125,7 +137,8 @@ PICTURES_OF = "pictures_of"
 
 
 def folder_with_pictures(run_dir: Path, state: Mapping[str, Any]) -> Path:
-    """The folder of the run whose pictures the run in `run_dir` uses: its own, or another by its state."""
+    """The folder of the run whose pictures the run in `run_dir` uses: the one that its state names, else its
+    own."""
     return run_dir.parent / str(state.get(PICTURES_OF, run_dir.name))
 
 
@@ -181,16 +194,18 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole records of a file, in order, without a line that a crash cut off. A missing file has none."""
+    """All whole records of a file, in order. A file that is not there has none."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [record for record in map(parse_record, lines[:-1]) if record is not None]
+    # Behind the last line break is nothing, or a line that a crash cut off.
+    whole_lines = lines[:-1]
+    return [record for record in map(parse_record, whole_lines) if record is not None]
 
 
 def parse_record(line: bytes) -> Record | None:
-    """The record in a line; None where the line is none."""
+    """The record in a line; None where it is no JSON, or of a kind that is not known."""
     try:
         record = json.loads(line)
     except ValueError:

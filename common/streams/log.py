@@ -243,7 +243,7 @@ def has_claim(message: Message) -> bool:
 
 
 def fields_of(raw: Sequence[bytes]) -> Fields:
-    """Field names and values, which Redis sends as one flat list."""
+    """Fields of an entry or a hash by name: Redis sends names and values as one flat list."""
     return dict(zip(raw[::2], raw[1::2], strict=True))
 
 

@@ -53,7 +53,7 @@ class Takeover:
         """Monotonic time of the next look."""
 
     def be_patient(self) -> None:
-        """Give all holders one lease to renew, from now on."""
+        """Give all holders 1 to 1.25 leases to renew, from now on."""
         self.patient_until = time.monotonic() + _at_random(self._lease_s)
 
     @property

@@ -65,7 +65,7 @@ def check_images(images: Sequence[Image], lengths: Sequence[int]) -> None:
 
 
 def images_of(images: Sequence[Image], segment: int) -> tuple[Image, ...]:
-    """Those of one segment."""
+    """The pictures of one segment, given by its number."""
     return tuple(image for image in images if image.segment == segment)
 
 

@@ -29,10 +29,9 @@ ROLLOUT_GROUP = "rollout"
 REWARD_GROUP = "reward"
 """Consumer group of the reward workers on the `trajectories` streams."""
 
-GROUP = "group:"
-
 RQ_STATES = {"queued": "rq:queue:{}", "started": "rq:wip:{}", "failed": "rq:failed:{}"}
-"""Keys of RQ for the jobs of a queue, by state; a list, and two sorted sets."""
+"""Keys in which RQ keeps the jobs of a queue, by state, with the queue's name for the braces: a list, and two
+sorted sets."""
 
 RUNS = f"{PREFIX}:runs"
 """Set of the run ids this Redis knows."""
@@ -124,18 +123,18 @@ class Keys:
 
     def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash of a group in flight: published indices, and the version at which it started."""
-        return self._key(f"{GROUP}{ticket}", lane)
+        prefix, suffix = self.progress_around(lane)
+        return f"{prefix}{ticket}{suffix}"
+
+    def progress_around(self, lane: Lane = Lane.TRAIN) -> tuple[str, str]:
+        """Prefix and suffix around the ticket's number in `progress`: `trim.lua` makes these keys itself."""
+        return self.named("group:"), EVAL if lane is Lane.EVAL else ""
 
     @staticmethod
     def parts(progress: str) -> str:
-        """Hash beside that of `progress`: parts of the group's samples that are not published yet, by
-        `index:number`. `trim.lua` knows it too."""
+        """Hash beside that of `progress`: recorded parts of samples that are not published yet, the first
+        one of sample 3 in the field `3:0` (`rollout/sessions/parts.py`). `trim.lua` makes this key, too."""
         return f"{progress}:parts"
-
-    def progress_around(self, lane: Lane = Lane.TRAIN) -> tuple[str, str]:
-        """Prefix and suffix around the ticket's number in `progress`."""
-        before, after = self._key(f"{GROUP}#", lane).rsplit("#", 1)
-        return before, after
 
     def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
         """Hash: results of the samples of a group that is scored as a whole, until all are there."""
@@ -188,8 +187,11 @@ class Keys:
 
     @property
     def state(self) -> str:
-        """Hash: status, version and progress of the run, for people. And what guards its streams: who
-        has registered it, marks for the next commit and trim, below which ids streams are trimmed."""
+        """Hash: status, version and progress of the run, for people (`common/run/state.py`).
+
+        Its other fields show what this server has lost: the registration of the server that the trainer
+        knows, marks that a commit or a trim needs (`Mark`), and the ids below which streams were trimmed.
+        """
         return self._key("state")
 
     def workers(self, role: str) -> str:
@@ -197,13 +199,13 @@ class Keys:
         return self._key(f"workers:{role}")
 
     def limits(self, servers: str) -> str:
-        """Hash: the remaining rates that these servers allow."""
+        """Hash: the rates that are left of the limits of `servers.<name>`."""
         return self._key(f"limits:{servers}")
 
     def requests(self, servers: str) -> str:
-        """Sorted set: requests in flight to these servers, by when their lease ends."""
+        """Sorted set: requests in flight to `servers.<name>`, by when their lease ends."""
         return self._key(f"requests:{servers}")
 
     def name_of(self, key: str) -> str:
-        """The part of a key after the run's prefix, such as `prompts:eval`."""
-        return key.removeprefix(self._key(""))
+        """The part of a key after the run's prefix, such as `prompts:eval`: what `named` was given."""
+        return key.removeprefix(self.named(""))

@@ -264,7 +264,7 @@ class Trajectory(PromptFields):
 
     @property
     def token_rows(self) -> "tuple[Trajectory | Segment, ...]":
-        """The same rows where only their tokens are asked for: the first is the trajectory itself, which has
+        """Its segments where only their tokens are asked for. The first is the trajectory itself, which has
         the fields of its first segment, so that nothing is built for it."""
         return (self, *self.forks)
 

@@ -299,15 +299,15 @@ def interpret(returned: Any, where: str = "") -> RewardOutcome:
     if type(returned) is float and math.isfinite(returned):
         return RewardOutcome(returned)
     if isinstance(returned, tuple) and returned:
-        _, notes = _sort_out({"notes": returned[1:]})
-        return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail=notes)
+        _, detail = _sort_out({"notes": returned[1:]})
+        return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail=detail)
     if not isinstance(returned, dict):
         return RewardOutcome(_finite(returned, f"{where}returned"))
     if "score" not in returned:
         keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
         raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
-    further = _sort_out({key: item for key, item in returned.items() if key != "score"})
-    return RewardOutcome(_finite(returned["score"], f"{where}'score' is"), *further)
+    components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
+    return RewardOutcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
 
 
 def interpret_batch(returned: Any, count: int) -> list[RewardOutcome]:

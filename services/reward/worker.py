@@ -107,7 +107,8 @@ class WorkerMetrics:
 
     def count(self, lane: Lane, in_flight: int = 0, unpublished: int = 0) -> None:
         """Change the number of samples in flight, and of those among them that only wait to be published:
-        that is Redis's time, not the reward's."""
+        that is Redis's time, not the reward's. A sample that begins is `in_flight=1`, one that has its score
+        `unpublished=1`, and when that is published both change by -1."""
         self._in_flight[lane] += in_flight
         self._num_scoring += in_flight - unpublished
         self._activity.enter(SCORING if self._num_scoring > 0 else IDLE)
@@ -244,8 +245,10 @@ class Scorer:
         """Begin to score a trajectory where no task has to wait for it; see `Reward.begin`."""
         return None if fault_of(trajectory) else self.reward.begin(RewardSample(trajectory, lane), on_end)
 
-    def finish(self, trajectory: Trajectory, lane: Lane, outcome: RewardOutcome, began_at: float) -> Score:
-        """The score of a trajectory whose only reward has this outcome."""
+    def score_of_outcome(
+        self, trajectory: Trajectory, lane: Lane, outcome: RewardOutcome, began_at: float
+    ) -> Score:
+        """The score of a trajectory whose only reward has this outcome, for what `begin` has begun."""
         total = self.reward.sum_up({self.reward.rewards[0].name: outcome})
         latency_s = time.monotonic() - began_at
         return score_of(total, RewardSample(trajectory, lane), self._worker, latency_s)
@@ -399,7 +402,7 @@ class RewardLane(LaneWorker[Trajectory]):
     def _start_task(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> asyncio.Task[bool]:
         task = self.begin(delivery, self._score(delivery, began_at))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
-        task.add_done_callback(self._finish)
+        task.add_done_callback(self._release_without_score)
         return task
 
     def _end_first(
@@ -411,7 +414,9 @@ class RewardLane(LaneWorker[Trajectory]):
         delivery.on_lost = None
         try:
             if outcome is not None:
-                self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
+                trajectory = delivery.message
+                score = self.scorer.score_of_outcome(trajectory, self.lane, outcome, began_at)
+                self._keep(delivery, score)
             else:
                 self._start_task(delivery, began_at)
         except Exception as error:
@@ -459,7 +464,7 @@ class RewardLane(LaneWorker[Trajectory]):
         published with its group, or if the trajectory was handed back."""
         try:
             if self.groups.is_needed:
-                await self.groups.bring(delivery, self.scorer.outcomes)
+                await self.groups.score_in_group(delivery, self.scorer.outcomes)
                 return False
             score = await self.scorer.score(delivery.message, self.lane, began_at)
         except MachineFaultError as fault:
@@ -479,7 +484,7 @@ class RewardLane(LaneWorker[Trajectory]):
         elif self._due_timer is None:
             self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
 
-    def _finish(self, task: asyncio.Task[bool]) -> None:
+    def _release_without_score(self, task: asyncio.Task[bool]) -> None:
         """Free the slot of a task that kept no score; `_publish_for_ever` frees those of scores."""
         if task.cancelled() or task.exception() is not None or not task.result():
             self._release()
@@ -533,8 +538,8 @@ class RewardLane(LaneWorker[Trajectory]):
         return self.quarantine.is_open and not self.context.shortage.is_short and not is_leaving
 
     def _set_extra_slots(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
-        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`; none while
-        there are free slots."""
+        """Decide how many samples to hold beyond the slots: as many as begin within `AHEAD_S` at the pace of
+        the last scores, at most `AHEAD_SHARE`; none while there are free slots."""
         latency_s = sum(score.latency_s for _, score in batch) / len(batch)
         weight = PACE_SHARE if self._latency_s else 1.0
         self._latency_s += weight * (latency_s - self._latency_s)

@@ -43,7 +43,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -66,6 +66,7 @@ from tidemill.common.process.shortage import fault_in
 from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS, with_choices_in
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
+from tidemill.common.streams.log import fields_of
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
@@ -81,7 +82,7 @@ from tidemill.services.rollout.engines.engine import (
     Picture,
 )
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
-from tidemill.services.rollout.sessions.player import Player, find_engine_fault
+from tidemill.services.rollout.sessions.player import Played, Player, find_engine_fault
 from tidemill.services.rollout.slots import START, UNREPORTED, CachedHistory, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
@@ -118,17 +119,21 @@ class RolloutWorker(LaneWorker[Ticket]):
         max_groups = config.rollout.max_groups_in_flight
         # The KV cache limits training only, so that evaluation never waits for training.
         if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
-            most_tokens = config.data.max_prompt_tokens + config.max_completion_tokens
-            most_tokens = min(config.model.max_model_len, most_tokens)
-            self.slots = Slots(START, config.largest_group_size * most_tokens)
+            longest_sample = config.data.max_prompt_tokens + config.max_completion_tokens
+            longest_sample = min(config.model.max_model_len, longest_sample)
+            self.slots = Slots(START, group_tokens=config.largest_group_size * longest_sample)
             engine.on_report = self.slots.report
         else:
             self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
         self._update_slots()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
+        """Gathers what `_count_published` counts of each published sample."""
         self.num_turns = 0
+        """Turns that the engine has answered."""
         self.num_playing = 0
+        """Samples that are generated now."""
         self.faults_in_row = 0
+        """Tickets that were handed on for a fault of their environment, since a sample was published."""
         self._asked: set[str] = set()
         """Ids of the requests that the engine has not answered."""
         self._images: ImageStore | None = None
@@ -143,7 +148,7 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     @property
     def num_wanted(self) -> int:
-        """Requests to the engine that have not ended yet."""
+        """Requests that the engine has not answered."""
         return len(self._asked)
 
     async def fetch(self, count: int) -> list[Delivery[Ticket] | Garbled]:
@@ -347,8 +352,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         progress = self.context.keys.progress(ticket.ticket, self.lane)
         keys = (progress, self.context.keys.parts(progress))
         raw_fields, raw_parts = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
-        fields = dict(zip(raw_fields[::2], raw_fields[1::2], strict=True))
-        parts = dict(zip(raw_parts[::2], raw_parts[1::2], strict=True))
+        fields = fields_of(raw_fields)
+        parts = fields_of(raw_parts)
         started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound depends on this wait.
         version = await self.follower.reach(ticket.min_version)
@@ -449,17 +454,22 @@ class RolloutWorker(LaneWorker[Ticket]):
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
-            seen = await self._pictures_at(images, pictures)
             request = GenerationRequest(
-                request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens, ticket.ticket, seen
+                request_id,
+                ids,
+                sampling,
+                is_urgent=self.lane is Lane.EVAL,
+                on_tokens=on_tokens,
+                ticket=ticket.ticket,
+                pictures=await self._pictures_at(images, pictures),
             )
             generation = await self._ask(request)
-            version = generation.spans[0][0]
-            history_in_cache.add_turn(ids, version, generation.num_cached_tokens)
+            first_version = generation.spans[0][0]
+            history_in_cache.add_turn(ids, first_version, generation.num_cached_tokens)
             return generation
 
         async def keep(play_name: bytes, number: int, play_part: Part) -> bool:
-            # Else a sample that is dropped below would be continued.
+            # Else a sample that is dropped (`_publish`) would be continued.
             if self.follower.is_lost(weight_history):
                 return False
             return await self._keep_part(delivery, index, play_name, number, play_part)
@@ -481,8 +491,20 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         finally:
             self.num_playing -= 1
+        await self._publish(delivery, index, played, weight_history, started_at)
+
+    async def _publish(
+        self, delivery: Delivery[Ticket], index: int, played: Played, weight_history: int, started_at: float
+    ) -> None:
+        """Publish a sample that was played; one whose weights are of a lost history is dropped, and the loop
+        in `generate` generates it again.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+        """
+        ticket = delivery.message
         # The trainer went back to an older version while this was played: its weights are no longer the
-        # run's. It is dropped, and the loop in `generate` generates it again.
+        # run's.
         if self.follower.is_lost(weight_history):
             return
         if self.lane is not Lane.TRAIN:
@@ -556,9 +578,11 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     async def _ask(self, request: GenerationRequest) -> Generation:
         """One generation. Requests of a lost delivery may still run, so ids are made unique."""
-        name = request.request_id
-        candidates = chain([name], (f"{name}-{number}" for number in count(2)))
-        request_id = next(candidate for candidate in candidates if candidate not in self._asked)
+        request_id = request.request_id
+        number = 1
+        while request_id in self._asked:
+            number += 1
+            request_id = f"{request.request_id}-{number}"
         self._asked.add(request_id)
         try:
             generation = await self.engine.generate(replace(request, request_id=request_id))

@@ -228,10 +228,12 @@ class Evaluator:
         keys = self.context.keys
         groups = {ticket.ticket: Group.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
+        """Id of a dead letter -> the samples that will not come because of it."""
         dead_letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers = self._readers(self._letters_read)
         is_exhausted = False
-        while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
+        missing = _missing(groups)
+        while missing - _lost(dead) and not is_exhausted:
             is_exhausted = await self._is_exhausted(tickets)
             if is_exhausted:
                 # Read once more from the start: a server that took over may have given lower ids since.
@@ -240,8 +242,8 @@ class Evaluator:
             # Scores first: the trajectory of a score that was read is in the stream by then.
             scores = await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S)
             for entry in [*scores, *await _read_all(trajectory_reader)]:
-                if isinstance(entry, Entry) and (group := groups.get(entry.message.ticket)):
-                    group.take(entry)
+                if isinstance(entry, Entry) and entry.message.ticket in groups:
+                    groups[entry.message.ticket].take(entry)
             self._note_scores(code_errors, scores, groups)
             for entry in scores:
                 if isinstance(entry, Garbled):
@@ -250,7 +252,8 @@ class Evaluator:
                 keys_lost = _keys_of(letter, missing)
                 if keys_lost:
                     dead[letter.entry_id] = keys_lost
-            if not _missing(groups) - set().union(*dead.values()):
+            missing = _missing(groups)
+            if not missing - _lost(dead):
                 # Checked only when nothing else is missing: it takes a round trip for each.
                 for dead_id in list(dead):
                     if not await has_entry(broker, keys.dead, dead_id):
@@ -391,6 +394,14 @@ def _missing(groups: Mapping[int, Group]) -> set[TrajectoryKey]:
         for index in range(group.group_size)
         if not (index in group.trajectories and index in group.scores)
     }
+
+
+def _lost(dead: Mapping[str, set[TrajectoryKey]]) -> set[TrajectoryKey]:
+    """The samples that will not come because of these dead letters."""
+    keys: set[TrajectoryKey] = set()
+    for keys_of_letter in dead.values():
+        keys |= keys_of_letter
+    return keys
 
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -217,10 +217,10 @@ class StepRunner:
         result = self._begin()
         later: set[int] = set()
         """Tickets that are trained after the first update."""
-        for composition in commit.mini_batches[1:]:
-            later |= {ticket for micro in composition for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
+        for composition in commit.mini_batches[1:]:
+            later |= {ticket for micro in composition for ticket, _ in micro}
         all_groups = [groups[ticket] for ticket in commit.groups]
         for group in all_groups:
             self._select(group, commit.step)
@@ -351,7 +351,8 @@ class StepRunner:
     async def _finish(self, result: StepResult) -> None:
         await self.thread.call(self.policy.release_weights)
         sums = result.sums
-        if self.algorithm.is_adaptive and (tokens := sums.sampled_tokens):
+        tokens = sums.sampled_tokens
+        if self.algorithm.is_adaptive and tokens:
             kl = sums.kl_sum / tokens
             entropy = sums.entropy_sum / tokens
             # Demonstrations are in neither mean.

@@ -38,7 +38,7 @@ from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, 
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
-from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
+from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler, Dropped
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
@@ -101,7 +101,9 @@ class Trainer:
         self.weights_work = BackgroundWork(self.context, WRITING)
         """Writes and announces the version that was committed last."""
         self._repaired = -1
+        """The version that was repaired last (`watch_damage`)."""
         self._committed_at = time.monotonic()
+        """When the step before was committed, and the seconds in each state of the process until then."""
         self._totals: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -172,6 +174,7 @@ class Trainer:
         log.info("stopped; the run can be resumed", version=self.version)
 
     async def _step(self, step: int) -> None:
+        """Train a step and commit it; what follows the commit is begun, and goes on beside the next step."""
         started_at = time.time()
         if self.runner.thread.takes_turns:  # an engine may have to evaluate first, while it has the GPU
             await self.weights_work.finish()
@@ -182,31 +185,19 @@ class Trainer:
         # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            compared_s = -time.monotonic()
+            compare_began = time.monotonic()
             state = await self._compare_weights()
-            compared_s += time.monotonic()
+            compare_s = time.monotonic() - compare_began
             usage = await self.runner.thread.call(self.runner.policy.usage)
         dropped = self.assembler.drain_dropped()
         numbers = self._metrics(step, result, len(dropped))
-        prompts = self.scheduler.prompts
-        numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compared_s}
+        numbers |= usage_metrics(numbers, result, usage, self.config)
+        numbers["weights/compare_s"] = compare_s
         if self.weights.last is not None:
             numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
-        tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        outstanding = self.scheduler.outstanding
-        trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
-        commit = make_commit(
-            step,
-            result,
-            dropped,
-            metrics=numbers,
-            digest=state.committed,
-            started_at=started_at,
-            outcomes=prompts.outcomes(trained),
-            sizes=prompts.sizes(tickets),
-            processor=self.runner.policy.processor,
-        )
+        commit = self._make_commit(step, result, dropped, numbers, state.committed, started_at)
         await self._commit(commit, result)
+        outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
         await self.checkpointer.trim_settled(self.version)
@@ -216,13 +207,46 @@ class Trainer:
         self.weights_work.start(self._write_and_announce(state), f"weights of version {self.version}")
         observe_step(commit, result)
         metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
+        if not is_saved:
+            await self._checkpoint_if_due()
+
+    async def _checkpoint_if_due(self) -> None:
+        """Take the checkpoint that falls due at this version, if one does; the run's last is taken at its
+        end."""
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
-        if is_due and not is_saved and self.version < self.config.steps:
-            if self.reconciler.needs_checkpoint:
-                await self._save()
-            else:
-                await self.checkpointer.begin(self.version, self.assembler.dropped)
+        if not is_due or self.version >= self.config.steps:
+            return
+        if self.reconciler.needs_checkpoint:
+            await self._save()
+        else:
+            await self.checkpointer.begin(self.version, self.assembler.dropped)
+
+    def _make_commit(
+        self,
+        step: int,
+        result: StepResult,
+        dropped: list[Dropped],
+        numbers: dict[str, float],
+        digest: str,
+        started_at: float,
+    ) -> Commit:
+        """The record of a step, with what prompts need to know of it. Its groups are still outstanding."""
+        prompts = self.scheduler.prompts
+        outstanding = self.scheduler.outstanding
+        trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
+        tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
+        return make_commit(
+            step,
+            result,
+            dropped,
+            metrics=numbers,
+            digest=digest,
+            started_at=started_at,
+            outcomes=prompts.outcomes(trained),
+            sizes=prompts.sizes(tickets),
+            processor=self.runner.policy.processor,
+        )
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
         """Parts 1 to 5 of the order at the top of this file."""

@@ -202,7 +202,8 @@ def _sections(
     yield Section("lines", head, _group, importance=9, least=len(head) + 1)
     failing = [Text.assemble(("failing  ", "bold red"), printable(text)) for text in failure_lines(snapshot)]
     yield Section("causes of failure", failing, _group, importance=8, least=4)
-    yield Section(f"rows of numbers: {in_full}", _rows_of_numbers(snapshot), _columns, 2, 4, True)
+    numbers = _rows_of_numbers(snapshot)
+    yield Section(f"rows of numbers: {in_full}", numbers, _columns, importance=2, least=4, has_space=True)
     verdict = snapshot.bottleneck
     if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
         slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
@@ -212,12 +213,21 @@ def _sections(
     rows = process_table(snapshot, services, snapshot.blocked).children
     if rows:
         # Where not all have room, those that do not work are shown.
-        yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
+        yield Section(
+            f"processes: {in_full}",
+            rows,
+            _process_rows,
+            importance=6,
+            least=7,
+            has_space=True,
+            urgency=_urgency,
+        )
     elif snapshot.status not in OVER:
         silent = "no process reports" if snapshot.points else "no process has reported yet"
         nobody = [Text(silent, "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
-    yield Section(f"warnings: {in_full}", list(_warnings(snapshot)), _group, 7, 4, True)
+    warnings = list(_warnings(snapshot))
+    yield Section(f"warnings: {in_full}", warnings, _group, importance=7, least=4, has_space=True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
     yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
     if hint:
@@ -354,9 +364,11 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         style = "bold red" if "failed" in states else ""
         yield Node(f"jobs, {queue_name}", counts_text, style=style)
     failures: dict[str, float] = {}
-    for name, count in ((name, count) for beat in snapshot.workers for name, count in beat.counts.items()):
-        if name.startswith(FAILURES):
-            failures[name] = failures.get(name, 0) + count
+    """How often each failed, over all workers."""
+    for beat in snapshot.workers:
+        for name, count in beat.counts.items():
+            if name.startswith(FAILURES):
+                failures[name] = failures.get(name, 0) + count
     for name, count in sorted(failures.items()):
         reward, _, kind = name.removeprefix(FAILURES).rpartition(":")
         yield Node(f"failed: {reward} ({kind})", f"{count:,.0f}", style="red")
@@ -493,9 +505,9 @@ def starved_line(snapshot: RunSnapshot) -> str:
 
 
 def _urgency(row: Node) -> int:
-    """Order in which processes are shown where not all have room: first those that do not work."""
+    """Of a process, for `Section.urgency`: first those that do not work, then those that wait or leave."""
     style = next(cell.style for cell in row.children if cell.label == "state")
-    return {"bold red": 0, "yellow": 1}.get(style, 2)
+    return {"bold red": 2, "yellow": 1}.get(style, 0)
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

@@ -5,7 +5,6 @@ Guarantee: a scrape has all of one reading, never parts of two.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import signal
 import threading
@@ -26,7 +25,7 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.replicas import is_address
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import UnknownRunError, read_config
+from tidemill.common.run.state import STATUSES, UnknownRunError, read_config
 from tidemill.common.streams import Backlog, backlog, length
 from tidemill.common.streams.entries import Entry, Garbled
 from tidemill.common.streams.selection import time_of
@@ -39,8 +38,7 @@ log = structlog.get_logger(__name__)
 
 EVERY_S = 5.0
 PATIENCE = 2.0
-"""Redis counts as down if a reading takes more than this many intervals."""
-STATUSES = ("starting", "running", "finished", "stopped", "failed")
+"""Redis counts as down if a reading takes more than this many intervals: a call waits while it is away."""
 ROLES = ("trainer", "rollout", "reward")
 """Roles that a run needs, exported also when there is no such worker; without generation only the first."""
 _LABELLED = (
@@ -56,19 +54,19 @@ _LABELLED = (
     metrics.WORKER_IDLE_SHARE,
     metrics.JOB_QUEUE_LENGTH,
 )
+"""Gauges with labels, which are emptied before each reading: what is gone must not be exported any longer."""
 
-
-Reading = tuple[Gauge, tuple[str, ...], float]
-"""A gauge, its labels, its value."""
+GaugeValue = tuple[Gauge, tuple[str, ...], float]
+"""A gauge, the values of its labels, and its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReading:
-    """The state of a run at one time: its snapshot, and values that only Prometheus shows."""
+    """What one look at a run has found: its snapshot, and values that only Prometheus shows."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
-    gauges: Sequence[Reading] = ()
-    """Values of Redis's memory and of the run's streams."""
+    gauges: Sequence[GaugeValue] = ()
+    """Of Redis's memory and of the run's streams."""
     roles: tuple[str, ...] = ROLES
 
 
@@ -84,23 +82,24 @@ async def read_run(snapshots: SnapshotReader) -> RunReading:
         roles = ROLES if config.generates else ROLES[:1]
     snapshot = await snapshots.read()
     memory = await broker.info("memory")
-    gauges: list[Reading] = [
+    gauges: list[GaugeValue] = [
         (metrics.REDIS_MEMORY_BYTES, (), int(memory["used_memory"])),
         (metrics.REDIS_MAX_MEMORY_BYTES, (), int(memory["maxmemory"])),
     ]
     for stream in StreamName:
         key = stream.key(keys)
-        where = (stream.value, stream.group)
         gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(broker, key)))
-        if not stream.group or roles != ROLES:  # without rollout and reward workers there are no groups
+        # A run without rollout and reward workers has no consumer groups.
+        if not stream.group or roles != ROLES:
             continue
+        labels = (stream.value, stream.group)
         stream_backlog: Backlog[Message] = await backlog(broker, key, stream.group, stream.message_type)
         gauges += [
-            (metrics.STREAM_LAG, where, stream_backlog.lag),
-            (metrics.STREAM_PENDING, where, stream_backlog.pending),
-            (metrics.STREAM_CONSUMERS, where, stream_backlog.consumers),
-            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(stream_backlog.oldest_waiting)),
-            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(stream_backlog.oldest_held)),
+            (metrics.STREAM_LAG, labels, stream_backlog.lag),
+            (metrics.STREAM_PENDING, labels, stream_backlog.pending),
+            (metrics.STREAM_CONSUMERS, labels, stream_backlog.consumers),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*labels, "waiting"), _age_s(stream_backlog.oldest_waiting)),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*labels, "held"), _age_s(stream_backlog.oldest_held)),
         ]
     return RunReading(snapshot, gauges, roles)
 
@@ -112,7 +111,7 @@ def _age_s(entry: Entry[Message] | Garbled | None) -> float:
 
 
 def set_gauges(reading: RunReading) -> None:
-    """Replace the previous reading: a worker that left must not be exported any longer."""
+    """Replace the previous reading."""
     for gauge in _LABELLED:
         gauge.clear()
     metrics.REDIS_UP.set(1)
@@ -131,9 +130,11 @@ def set_gauges(reading: RunReading) -> None:
 
 
 def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
-    counts = Counter((beat.role, "alive" if beat.is_alive else "silent") for beat in workers)
-    for role, state in itertools.product({*roles, *(role for role, _ in counts)}, ("alive", "silent")):
-        metrics.WORKERS.labels(role, state).set(counts[role, state])
+    counts = Counter((beat.role, beat.is_alive) for beat in workers)
+    # Also a role that has no worker: its 0 is what an alert looks for.
+    for role in {*roles, *(beat.role for beat in workers)}:
+        metrics.WORKERS.labels(role, "alive").set(counts[role, True])
+        metrics.WORKERS.labels(role, "silent").set(counts[role, False])
     for beat in workers:
         metrics.WORKER_START_TIMESTAMP.labels(beat.role, beat.name).set(beat.started_at)
         if not beat.is_alive:
@@ -146,8 +147,9 @@ def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
                 metrics.WORKER_IDLE_SHARE.labels(beat.role, beat.name, cause).set(share)
 
 
-def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
-    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself.
+def targets_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
+    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself at
+    `own_address`, where that is known.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
@@ -202,7 +204,8 @@ class Exporter:
         metrics.REDIS_UP.set(0)
         broker = await self._connected(endpoint)
         try:
-            snapshots = SnapshotReader(broker, self.keys, 0, 0)
+            # Its numbers of steps and staleness come with the run's config (`read_run`).
+            snapshots = SnapshotReader(broker, self.keys, steps=0, max_staleness=0)
             while True:
                 endpoint.beat()
                 try:
@@ -229,11 +232,11 @@ class Exporter:
     def _discover(self, own_address: str) -> tuple[bytes, str]:
         with self._lock:
             reading = self._reading
-        return as_json(self.keys.run_id, reading, own_address), "application/json"
+        return targets_json(self.keys.run_id, reading, own_address), "application/json"
 
 
 class _Whole(Collector):
-    """The metrics of the run, all of one reading."""
+    """The metrics of the run (`metrics.RUN`, which `REGISTRY` does not have), all of one reading."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock

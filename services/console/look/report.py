@@ -81,7 +81,7 @@ class EvaluatedSamples:
 
     @classmethod
     def of(cls, evaluations: Sequence[Mapping[str, Any]], version: int) -> "EvaluatedSamples":
-        """Those of one version, over its datasets."""
+        """The evaluated samples of one version, over its datasets."""
         of_version = [item for item in evaluations if item["version"] == version]
         reasons = [str(item[REASON]) for item in of_version if item.get(REASON)]
         return cls(

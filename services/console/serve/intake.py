@@ -42,7 +42,7 @@ class IncomingRequest(Protocol):
     num_samples: int
     num_groups: int
     num_bytes: int
-    """Of its body."""
+    """Size of its body."""
 
     def encoded(self, first_ticket: int) -> AsyncIterator[list[EncodedSample]]:
         """Its samples in order, in parts, as trajectories of the tickets from `first_ticket` on."""

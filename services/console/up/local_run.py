@@ -1,4 +1,8 @@
-"""A run on this machine from start to report: Redis, processes, the view, signals, and the end."""
+"""A run on this machine from start to report: Redis, processes, the view, signals, and the end.
+
+Redis starts before the services and stops after them, because they drain through it. The summary is computed
+while Redis is still there.
+"""
 
 import asyncio
 import contextlib

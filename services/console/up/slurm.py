@@ -61,7 +61,8 @@ def write_scripts(options: SlurmOptions) -> None:
         )
     runs = folder_of_runs(options.runs_dir)
     words = [str(options.config.resolve()), "--run", run_id]
-    words += [word for override in options.overrides for word in ("--set", override)]
+    for override in options.overrides:
+        words += ["--set", override]
     words += ["--roles", "rollout"] if options.cpu_nodes else []
     texts = {f"{run_id}.sbatch": _script(options, run_id, runs, words, is_join=False)}
     if options.cpu_nodes:

@@ -1,7 +1,7 @@
-"""`tidemill up`: one whole run on this machine.
+"""`tidemill up`: checks and names a run on this machine, before anything of it is started.
 
-Order matters at both ends. Everything that can be wrong is found first. Redis starts before the services and
-stops after them, because they drain through it. The summary is computed while Redis is still there.
+`prepare` finds everything that can be wrong first; the `LocalRun` that it returns does the rest
+(`local_run.py`).
 """
 
 import os
@@ -55,15 +55,23 @@ def run_up(
     specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs,
     server: ForkServer | None = None,
 ) -> int:
-    """Processes that load torch are forked from `server`, where there is one."""
+    """Do a run from its checks to its report; returns the exit code.
+
+    `specs_of` gives the services to start: all of the config's, except in tests. Those that load torch are
+    forked from `server`, where there is one.
+    """
     hide_memory()  # its environment has the secrets of all services
     run = prepare(options, Console(highlight=False), specs_of)
     if any(spec.loads_torch for spec in run.specs):
         run.server = server
     elif server is not None:
+        # It holds torch in memory, which nobody needs.
         server.close()
     code = run_main(run.go())
-    if code == 0 and options.fails_on_warning and (read_report(run.folder) or {}).get("warnings"):
+    if code or not options.fails_on_warning:
+        return code
+    report = read_report(run.folder) or {}
+    if report.get("warnings"):
         print("tidemill up: a metric left its healthy range (--fail-on-warning)", file=sys.stderr)
         return 1
     return code
@@ -83,18 +91,19 @@ def prepare(
     """
     runs = folder_of_runs(options.runs_dir)
     if options.run_id:
-        # At once, since what follows takes seconds.
-        _check_is_free(options, RunFolder(runs, Keys(options.run_id).run_id))
+        # At once, since what follows takes seconds; and again below, for the id that is not given here.
+        _check_id(options, RunFolder(runs, Keys(options.run_id).run_id))
     findings = examine(config or options.config, options.overrides)
     is_simulated = findings.config.trainer.policy == "simulated"
     if findings.model is not None and findings.model.is_remote and not is_simulated:
         # Before anything has the run's id. The trainer is on this machine, and needs it here.
         check_model_on_hub(findings.config.model.path)
+    # What is still open in the config: `trainer.steps` from epochs, GPUs, and the run's id.
     config = with_steps(findings.config)
     config, placement = place(config, gpus_here(count_gpus()))
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
-    replaces = _check_is_free(options, folder)
+    replaces = _check_id(options, folder)
     changes = _check_changes(options, config, folder)
     is_finished = options.resume and _has_finished(folder, config.trainer.steps)
     specs = list(specs_of(config))
@@ -103,10 +112,11 @@ def prepare(
         specs.append(exporter_spec(config, options.metrics_port))
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal and not is_finished
-    for line in () if is_finished else placement:
-        console.print(Text(line), soft_wrap=True)
-    for warning in () if is_finished else config.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    if not is_finished:  # else nothing is started
+        for line in placement:
+            console.print(Text(line), soft_wrap=True)
+        for warning in config.warnings:
+            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     if replaces:
@@ -138,44 +148,57 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
     return new_run_id(options.config)
 
 
-def _check_is_free(options: UpOptions, folder: RunFolder) -> bool:
-    """A new run needs a new id, and a resumed one something to resume.
+def _check_id(options: UpOptions, folder: RunFolder) -> bool:
+    """A new run needs an id that no other has, and a resumed one an id that a run has which is over.
 
-    Returns whether a run that ended before its first step has this id, and is replaced.
+    Returns whether a new run replaces the one with this id, which ended before its first step.
     """
-
-    async def is_known(url: str) -> bool:
-        async with connected(url) as broker:
-            return await run_exists(broker, Keys(folder.run_id))
-
-    url = os.environ.get(URL_VARIABLE)
-    is_in_redis = bool(url and run_main(is_known(url)))
+    is_in_redis = _is_in_redis(folder)
     exists = folder.path.exists() or is_in_redis
     end = read_end(folder)
-    # Of a launcher on another machine nothing is certain: a node that died may have written a moment ago.
-    is_here = end.host == socket.gethostname() and end.pid != os.getpid()
-    if exists and end.status == RUNNING and is_here:
-        watch = command_line("status", folder.run_id, "--watch", *_runs_dir_words(options))
-        raise ConfigError(
-            f"run {folder.run_id} is {end.lines[0]}. Watch it with\n  {watch}\n"
-            f"Stop it with Ctrl-C in its terminal, or with kill -TERM {end.pid}; it can be resumed then. "
-            "A new run needs another id (--run-id)."
-        )
-    if not options.resume and not is_in_redis and _has_no_step(folder, end):
+    if exists:
+        _refuse_running(options, folder, end)
+    if options.resume:
+        if not exists:
+            raise ConfigError(
+                f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
+                f"Start it with\n  {options.command(folder.run_id, resume=False)}"
+            )
+        return False
+    if not is_in_redis and _has_no_step(folder, end):
         return True
-    if exists and not options.resume:
+    if exists:
         where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"
         raise ConfigError(
             f"run {folder.run_id} exists already, in {where}. To continue it, say so:\n"
             f"  {options.command(folder.run_id, resume=True)}\n"
             "or give the new run another id with --run-id."
         )
-    if options.resume and not exists:
-        raise ConfigError(
-            f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
-            f"Start it with\n  {options.command(folder.run_id, resume=False)}"
-        )
     return False
+
+
+def _is_in_redis(folder: RunFolder) -> bool:
+    """Whether the Redis that the environment names has the run; a Redis of the run's own is in its folder."""
+
+    async def exists_at(url: str) -> bool:
+        async with connected(url) as broker:
+            return await run_exists(broker, Keys(folder.run_id))
+
+    url = os.environ.get(URL_VARIABLE)
+    return bool(url) and run_main(exists_at(url))
+
+
+def _refuse_running(options: UpOptions, folder: RunFolder, end: RunEnd) -> None:
+    """Raises ConfigError: another process of this machine does the run now."""
+    # Of a launcher on another machine nothing is certain: it may have died right after it wrote `running`.
+    is_here = end.host == socket.gethostname() and end.pid != os.getpid()
+    if end.status == RUNNING and is_here:
+        watch = command_line("status", folder.run_id, "--watch", *_runs_dir_words(options))
+        raise ConfigError(
+            f"run {folder.run_id} is {end.lines[0]}. Watch it with\n  {watch}\n"
+            f"Stop it with Ctrl-C in its terminal, or with kill -TERM {end.pid}; it can be resumed then. "
+            "A new run needs another id (--run-id)."
+        )
 
 
 def _runs_dir_words(options: UpOptions) -> list[str]:
@@ -184,11 +207,15 @@ def _runs_dir_words(options: UpOptions) -> list[str]:
 
 def _has_no_step(folder: RunFolder, end: RunEnd) -> bool:
     """Whether a run ended in order before its first step: nothing is lost with it."""
-    if end.status not in (FAILED, STOPPED) or not end.pid or end.steps:
+    # Without a launcher's process nobody has written how it ended: `read_end` has guessed.
+    has_ended_in_order = end.status in (FAILED, STOPPED) and end.pid != 0
+    if not has_ended_in_order or end.steps:
         return False
-    versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
-    has_step = any(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
-    return not has_step and not any(versions)
+    # What the trainer has left counts too: `steps` is only what the launcher saw last. A checkpoint of
+    # version 0 has no step.
+    has_record = any(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
+    has_checkpoint = any(version > 0 for version in folder_versions(folder.path / CHECKPOINTS_FOLDER))
+    return not has_record and not has_checkpoint
 
 
 def _has_finished(folder: RunFolder, steps: int) -> bool:
@@ -198,7 +225,11 @@ def _has_finished(folder: RunFolder, steps: int) -> bool:
 
 
 def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[FieldChange]:
-    """What a resumed run does differently from now on."""
+    """The fields that a resumed run has other values of from now on.
+
+    Raises:
+        ConfigError: a run cannot change one of them, or has more steps than it shall have.
+    """
     before = folder.config() if options.resume else None
     if before is None:
         return []

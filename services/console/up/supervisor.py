@@ -217,9 +217,8 @@ class Supervisor:
         self._is_done = is_done
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
-            await (
-                self._over.wait()
-            )  # set before processes are ended: a keeper that sees one end starts no other
+            # Set before processes are ended: a keeper that sees one end starts no other.
+            await self._over.wait()
             await self._drain(keepers)
         finally:
             for process in self._processes.values():
@@ -297,9 +296,7 @@ class Supervisor:
                     )
                     self.on_event(f"{fault}; trying again in {pause_s:g} s")
                 status.state = "waiting for the machine"
-                with contextlib.suppress(TimeoutError):  # unless the run ends first
-                    async with asyncio.timeout(pause_s):
-                        await self._over.wait()
+                await self._pause(pause_s)
                 continue
             num_refused = 0
             code = await self._watch(process, status)
@@ -322,12 +319,16 @@ class Supervisor:
             why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""
             self.on_event(f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s")
             status.state = f"restarting ({_how(code)})"
-            with contextlib.suppress(TimeoutError):  # unless the run ends first
-                async with asyncio.timeout(pause_s):
-                    await self._over.wait()
+            await self._pause(pause_s)
             status.restarts += 1
         status.state = "stopped"
         status.pid = 0
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait so long, or until the run ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._over.wait()
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
         # Registered before `_over` is checked: a process that `_drain` does not find is ended by the check.

@@ -93,7 +93,7 @@ class GroupScoring:
         self._is_post_processed = lane is Lane.TRAIN and post_processing.is_any
         self.is_needed = reward.has_group_rewards or self._is_post_processed
 
-    async def bring(
+    async def score_in_group(
         self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Outcomes]]
     ) -> None:
         """Score one trajectory by `score` and keep the result. With the last one, finish the group and
@@ -196,7 +196,7 @@ class PostProcessing:
         self._pictures: PictureReader | None = None
         """For a function of groups that takes pictures."""
         self._limits: RewardLimits = config
-        """Those of `reward.group`, which are the section's."""
+        """Limits of `reward.group`: those of the whole section."""
         self._classes = [
             (named, named.reward)
             for named in reward.rewards

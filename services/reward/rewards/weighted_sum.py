@@ -20,7 +20,7 @@ from tidemill.common.config import NamedRewardConfig, RewardConfig, ServersConfi
 from tidemill.common.errors import MachineFaultError, first_cause
 from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Try
 from tidemill.services.reward.attempts import attempt
 from tidemill.services.reward.outcome import (
     AttemptError,
@@ -59,10 +59,10 @@ class NamedReward:
         """How often it failed for good, by kind of failure."""
         self.log = FailureLog()
         """Its failed attempts, by cause."""
-        self._places: list[asyncio.Semaphore] = []
-        """Of training and of evaluation; empty without a limit."""
+        self._places: dict[Lane, asyncio.Semaphore] = {}
+        """Places for attempts, of each lane; empty without a limit."""
         if config.max_concurrent:
-            self._places = [asyncio.Semaphore(config.max_concurrent) for _ in ("training", "evaluation")]
+            self._places = {lane: asyncio.Semaphore(config.max_concurrent) for lane in Lane}
 
     def applies_to(self, sample: RewardSample) -> bool:
         return sample.lane in self.config.lanes and self.config.scores_source(
@@ -110,7 +110,7 @@ class NamedReward:
     ) -> list[RewardOutcome]:
         async def placed() -> list[RewardOutcome]:
             # Taken for each attempt: during the pause before the next one, others have the place.
-            async with self._places[samples[0].is_evaluation]:
+            async with self._places[samples[0].lane]:
                 return await once()
 
         def note(failure: AttemptError) -> None:
@@ -283,7 +283,14 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
     return WeightedSum(rewards, bool(config.rewards))
 
 
+def _most_attempts(tries: Sequence[Try]) -> int:
+    """Attempts of the reward that took the most. Those of rewards that took one are not among `tries`."""
+    by_reward = Counter(name for name, *_ in tries)
+    return max(by_reward.values(), default=1)
+
+
 def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
+    """The message that publishes the sum of a sample's rewards."""
     return Score(
         ticket=sample.key[0],
         index=sample.key[1],
@@ -295,7 +302,7 @@ def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s:
         error=total.error,
         is_code_error=total.is_code_error,
         on_failure=total.on_failure,
-        attempts=max(Counter(name for name, *_ in total.tries).values()) if total.tries else 1,
+        attempts=_most_attempts(total.tries),
         tries=tuple(total.tries),
         worker=worker,
         latency_s=latency_s,

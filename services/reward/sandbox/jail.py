@@ -51,7 +51,7 @@ MAX_PROCESSES = 16
 BUBBLEWRAPS = 2
 """Processes of bubblewrap itself in each jail, which are of the program's process group."""
 INITS = 1
-"""The same in a warm jail."""
+"""Processes of bubblewrap itself in a warm jail."""
 TEMPLATES = 2
 """Processes in a warm jail beside bubblewrap's and the program's, which may have the program's user."""
 MAX_OUTPUT_BYTES = 256 << 10

@@ -19,7 +19,7 @@ LOOK_S = 1.0
 FULL_BYTES = 16 << 20
 """With less room than this for programs that are not root, writes of containers may have failed."""
 FULL_FILES = 1000
-"""The same of files that can still be made, where the file system has a number of them."""
+"""With room for fewer further files than this, too, where the file system has a number of them."""
 ASK_AGAIN_S = 60.0
 """Time between questions to an engine that does not say where its data are."""
 

@@ -53,7 +53,7 @@ class GenerationRequest:
     ticket: int = 0
     """Waiting requests with lower tickets go first: their histories are the likeliest to be still cached."""
     pictures: tuple[Picture, ...] = ()
-    """Those of the prompt, by the order of their tokens."""
+    """The prompt's pictures, by the order of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

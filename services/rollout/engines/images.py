@@ -55,7 +55,7 @@ class PromptInputs(NamedTuple):
     positions: "Tensor"
     """[U, T], or [4, U, T]: those of text, then time, height and width."""
     pixels: "dict[str, Tensor]"
-    """Those of all prompts, by the model's names."""
+    """The tensors of all prompts' pictures, by the model's names: `pixel_values` and its like."""
     offsets_U: "Tensor | None"
     """What is added to a later token's position to get its time, height and width; None: it has none."""
 
@@ -124,7 +124,7 @@ class PromptImages:
         return Pixels(digests, tensors, num_tokens)
 
     def _pixels_of_one(self, picture: Picture) -> Pixels:
-        """Those of one picture. Two threads may make the same at once, which does no harm."""
+        """The pixels of one picture. Two threads may make the same at once, which does no harm."""
         digest = picture.image.digest
         recent = self._of_pictures.get(digest)
         if recent is not None:

@@ -15,7 +15,6 @@ from tidemill.services.rollout.gateway.dialogue import (
     Question,
     RequestError,
     Tool,
-    has_usage,
     limit_of,
     messages_of,
     objects,
@@ -23,16 +22,19 @@ from tidemill.services.rollout.gateway.dialogue import (
     text_of,
     tool_choice_of,
     tool_of,
+    wants_usage,
 )
 
 Event = dict[str, Any]
 """An answer, or a part of one in a stream."""
 Located = Iterator[tuple[str, Mapping[str, Any]]]
-"""Pairs of a place in the request, for errors, and a message of OpenAI's chat."""
+"""Messages in the form of OpenAI's chat, each after its place in the request, which errors name:
+("messages[2]", {"role": "user", ...})."""
 DONE = "[DONE]"
 """The last event of OpenAI's streams."""
 BILLING = "x-anthropic-billing-header"
-"""A block of the system prompt that begins with this differs in every request, and is not for the model."""
+"""Begins a block of Claude Code's system prompt that differs in every request, and is not for the model: with
+it each request would be a new history."""
 IN_NAMESPACE = "__"
 """Between the name of a namespace and that of a function in it, in what the model reads."""
 ANTHROPIC_FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -41,11 +43,13 @@ NOT_TEXT = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class Api(NamedTuple):
-    """Functions that read the requests of one API, and write its answers under the model's name."""
+    """One API: a function that reads its requests, and two that write its answers. Those get the answer, the
+    model's name, and the request."""
 
     question_of: Callable[[Body], Question]
     """Raises RequestError: it cannot be answered."""
     answer_of: Callable[[Answer, str, Body], Event]
+    """The answer in one piece."""
     events_of: Callable[[Answer, str, Body], Iterable[Event | str]]
     """The answer as events of a stream."""
 
@@ -58,8 +62,10 @@ def chat_question(body: Body) -> Question:
     messages = objects(body, "messages")
     if not messages:
         raise RequestError("`messages` is empty; send at least one message")
+    # The answer always continues a last message of the assistant: what vLLM does only where it is asked to.
     continues = body.get("continue_final_message")
-    if continues is not None and bool(continues) != (messages[-1].get("role") == "assistant"):
+    ends_with_assistant = messages[-1].get("role") == "assistant"
+    if continues is not None and bool(continues) != ends_with_assistant:
         raise RequestError(
             "a last message of the assistant is continued, and no other; leave out continue_final_message"
         )
@@ -76,6 +82,7 @@ def chat_question(body: Body) -> Question:
 def chat_answer(answer: Answer, model: str, body: Body) -> Event:
     message = {"refusal": None, **answer.message}
     if answer.calls:
+        # As OpenAI's: null, and no empty text, where a message has calls alone.
         message["content"] = answer.text or None
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": _logprobs(answer)}
     return _openai_head(answer, model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
@@ -86,13 +93,17 @@ def chat_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return head | {"choices": [choice]} | ({"usage": None} if has_usage(body) else {})
+        event = head | {"choices": [choice]}
+        return event | {"usage": None} if wants_usage(body) else event
 
-    calls = [{"index": index, **call} for index, call in enumerate(answer.calls)]
-    yield chunk(answer.message | ({"tool_calls": calls} if calls else {}))
+    message = dict(answer.message)
+    if answer.calls:
+        # In a stream each call has its number, too.
+        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
+    yield chunk(message)
     yield chunk({}, answer.finish, _logprobs(answer))
     # OpenAI's clients read the usage from a last event that has no choices.
-    if has_usage(body):
+    if wants_usage(body):
         yield head | {"choices": [], "usage": _usage(answer)}
     yield DONE
 
@@ -105,8 +116,8 @@ def text_question(body: Body) -> Question:
     is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise RequestError("`prompt` must be one text, or one list of token ids, and not empty")
-    for name, plain in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
-        if body.get(name) not in (None, plain):
+    for name, default in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
+        if body.get(name) not in (None, default):
             raise RequestError(f"`{name}` is not supported")
     logprobs = body.get("logprobs")
     return Question(
@@ -122,12 +133,12 @@ def text_answer(answer: Answer, model: str, body: Body) -> Event:
     choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish, "logprobs": None}
     if answer.tokens:
         texts, logprobs = zip(*answer.tokens, strict=True)
-        offsets = accumulate(map(len, texts[:-1]), initial=0)
         choice["logprobs"] = {
             "tokens": texts,
             "token_logprobs": logprobs,
             "top_logprobs": None,
-            "text_offset": list(offsets),
+            # Where each token begins in the text: after those before it.
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
         }
     head = _openai_head(answer, model, "text_completion")
     return head | {"choices": [choice], "usage": _usage(answer)}
@@ -135,10 +146,10 @@ def text_answer(answer: Answer, model: str, body: Body) -> Event:
 
 def text_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]:
     whole = text_answer(answer, model, body)
-    used = whole.pop("usage")
+    usage = whole.pop("usage")
     yield whole
-    if has_usage(body):
-        yield whole | {"choices": [], "usage": used}
+    if wants_usage(body):
+        yield whole | {"choices": [], "usage": usage}
     yield DONE
 
 
@@ -172,7 +183,8 @@ def _function_tools(body: Body) -> tuple[Tool, ...]:
         if tool.get("type") == "namespace":
             tools += _tools_of_namespace(tool)
             continue
-        # A search in what a provider has stored, which codex offers by default. The model is not shown it.
+        # Codex offers this by default: a search that the provider answers from what it has stored. There is
+        # none here, so the model is not shown it; refused, codex could not be used at all.
         if tool.get("type") == "web_search" and tool.get("external_web_access") is False:
             continue
         function = tool.get("function", tool)
@@ -197,13 +209,14 @@ def _full_name(namespace: Any, name: Any) -> Any:
 
 
 def _namespaces(body: Body) -> dict[str, tuple[str, str]]:
-    """Name of a function as the model reads it -> its namespace and its name in there."""
+    """Functions of namespaces, by the names that the model reads: "agents__close" -> ("agents", "close")."""
     names = {}
     for namespace in objects(body, "tools"):
-        if namespace.get("type") == "namespace":
-            for tool in objects(namespace, "tools"):
-                pair = (str(namespace.get("name")), str(tool.get("name")))
-                names[_full_name(*pair)] = pair
+        if namespace.get("type") != "namespace":
+            continue
+        for tool in objects(namespace, "tools"):
+            pair = (str(namespace.get("name")), str(tool.get("name")))
+            names[_full_name(*pair)] = pair
     return names
 
 
@@ -228,7 +241,7 @@ def responses_question(body: Body) -> Question:
 
 
 def _responses_messages(body: Body) -> Located:
-    """Items as messages; calls go into the assistant's message that they follow."""
+    """Items as messages; a call, which is an item of its own, goes into the assistant's message before it."""
     instructions = body.get("instructions")
     if instructions:
         yield "instructions", {"role": "system", "content": instructions}
@@ -264,7 +277,7 @@ def _responses_messages(body: Body) -> Located:
         yield said
 
 
-def response(answer: Answer, model: str, body: Body) -> Event:
+def responses_answer(answer: Answer, model: str, body: Body) -> Event:
     is_cut = answer.finish == "length"
     return _response_head(answer, model, body) | {
         "status": "incomplete" if is_cut else "completed",
@@ -280,12 +293,12 @@ def response(answer: Answer, model: str, body: Body) -> Event:
     }
 
 
-def response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
-    for number, event in enumerate(_response_events(answer, model, body)):
+def responses_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
+    for number, event in enumerate(_unnumbered_events(answer, model, body)):
         yield event | {"sequence_number": number}
 
 
-def _response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
+def _unnumbered_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     start = _response_head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": start}
     yield {"type": "response.in_progress", "response": start}
@@ -319,7 +332,7 @@ def _response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
             }
             yield {"type": "response.content_part.done", **location, "part": content_part}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    end = response(answer, model, body)
+    end = responses_answer(answer, model, body)
     yield {"type": f"response.{end['status']}", "response": end}
 
 
@@ -343,6 +356,7 @@ def _response_head(answer: Answer, model: str, body: Body) -> Event:
 
 
 def _items(answer: Answer, body: Body) -> list[Event]:
+    """The answer as items: its text as a message, then each of its calls."""
     namespaces = _namespaces(body)
     items: list[Event] = []
     status = "incomplete" if answer.finish == "length" else "completed"
@@ -351,11 +365,13 @@ def _items(answer: Answer, body: Body) -> list[Event]:
         message = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status}
         items.append(message | {"content": [content_part]})
     for number, call in enumerate(answer.calls):
-        named = {"call_id": call["id"], **call["function"], "status": status}
-        if named["name"] in namespaces:
-            namespace, name = namespaces[named["name"]]
-            named |= {"namespace": namespace, "name": name}
-        items.append({"type": "function_call", "id": f"fc_{answer.id}_{number}"} | named)
+        item = {"type": "function_call", "id": f"fc_{answer.id}_{number}", "call_id": call["id"]}
+        item |= {**call["function"], "status": status}
+        if item["name"] in namespaces:
+            # As the client has sent it: apart, and not in one name as the model reads it.
+            namespace, name = namespaces[item["name"]]
+            item |= {"namespace": namespace, "name": name}
+        items.append(item)
     return items
 
 
@@ -379,11 +395,12 @@ def anthropic_question(body: Body) -> Question:
 
 
 def _anthropic_messages(body: Body) -> Located:
-    """Messages; results of tools become messages of their own, and go first."""
+    """Messages; results of tools, which are blocks of a message here, become messages of their own, before
+    it."""
     system = body.get("system")
     blocks = [{"text": system}] if isinstance(system, str) else objects(body, "system")
-    kept = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
-    text = text_of(kept, "system")
+    for_model = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
+    text = text_of(for_model, "system")
     if text:
         yield "system", {"role": "system", "content": text}
     for number, message in enumerate(objects(body, "messages")):
@@ -404,21 +421,20 @@ def _anthropic_messages(body: Body) -> Located:
             if use.get("type") == "tool_use"
         ]
         said = [block for block in blocks if block.get("type") not in NOT_TEXT]
-        is_silent = all(block.get("text") == "" for block in said)
-        if calls or not is_silent or not results:
+        says_something = any(block.get("text") != "" for block in said)
+        # A message of results alone is in those already; any other counts, also an empty one.
+        if says_something or calls or not results:
             yield where, {"role": role, "content": said, "tool_calls": calls}
 
 
 def anthropic_answer(answer: Answer, model: str, body: Body) -> Event:
-    return _anthropic_head(answer, model) | {
-        "content": _blocks(answer),
-        "stop_reason": ANTHROPIC_FINISH[answer.finish],
-        "usage": _anthropic_usage(answer, answer.num_completion_tokens),
-    }
+    content = {"content": _blocks(answer), "usage": _anthropic_usage(answer, answer.num_completion_tokens)}
+    return _anthropic_head(answer, model) | content | _anthropic_end(answer)
 
 
 def anthropic_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
-    start: Event = {"content": [], "stop_reason": None, "usage": _anthropic_usage(answer, 0)}
+    start: Event = {"content": [], "usage": _anthropic_usage(answer, 0)}
+    start |= {"stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": _anthropic_head(answer, model) | start}
     yield {"type": "ping"}
     for index, block in enumerate(_blocks(answer)):
@@ -432,15 +448,20 @@ def anthropic_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
         yield {"type": "content_block_start", "index": index, "content_block": begun}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": ANTHROPIC_FINISH[answer.finish], "stop_sequence": None}
-    used = _anthropic_usage(answer, answer.num_completion_tokens)
-    yield {"type": "message_delta", "delta": ended, "usage": used}
+    usage = _anthropic_usage(answer, answer.num_completion_tokens)
+    yield {"type": "message_delta", "delta": _anthropic_end(answer), "usage": usage}
     yield {"type": "message_stop"}
 
 
 def _anthropic_head(answer: Answer, model: str) -> Event:
-    head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}
-    return head | {"stop_sequence": None}
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}
+
+
+def _anthropic_end(answer: Answer) -> Event:
+    """Why the answer ended, and at which of the client's stop sequences."""
+    if answer.finish == "stop" and answer.stop_sequence:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
+    return {"stop_reason": ANTHROPIC_FINISH[answer.finish], "stop_sequence": None}
 
 
 def _anthropic_usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:
@@ -465,7 +486,7 @@ def _blocks(answer: Answer) -> list[Event]:
 APIS = {
     "chat/completions": Api(chat_question, chat_answer, chat_events),
     "completions": Api(text_question, text_answer, text_events),
-    "responses": Api(responses_question, response, response_events),
+    "responses": Api(responses_question, responses_answer, responses_events),
     "messages": Api(anthropic_question, anthropic_answer, anthropic_events),
 }
 """Path below `/v1/` -> API."""

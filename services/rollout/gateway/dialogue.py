@@ -133,6 +133,8 @@ class Answer:
     num_cached_tokens: int = 0
     tokens: tuple[tuple[str, float], ...] = ()
     """Text and logprob of each token, where they are asked for."""
+    stop_sequence: str = ""
+    """The client's stop sequence at which it was cut; empty: at none."""
 
     @property
     def text(self) -> str:
@@ -322,8 +324,8 @@ def objects(body: Body, name: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def has_usage(body: Body) -> bool:
-    """Whether a stream ends with the tokens that the answer used."""
+def wants_usage(body: Body) -> bool:
+    """Whether the client wants the numbers of tokens at the end of a stream."""
     return bool(object_in(body, "stream_options").get("include_usage"))
 
 

@@ -1,11 +1,16 @@
 """The histories of one session, and which of them a request continues.
 
-A client sends its whole history every time. If it is a recorded one and new messages, the recorded ids are
-extended and nothing is rendered again (clean). If only the text of the model's last answer differs, the ids
-of the common beginning are kept, the client's own text follows as context, and what was sampled after that is
-dropped (realigned): never more than half of an answer, nor `MAX_DRIFT_TOKENS`. Anything else becomes a new
-segment, rendered as a whole (forked). Several histories may alternate, as those of sub-agents do: each is
-found again by the longest match. A history continues with any subset of the tools that its prompt describes.
+A client sends its whole history with each request. What becomes of it, by the kind of its `Continuation`:
+
+* `clean`: it is a recorded history with new messages behind it. The recorded ids are extended, and nothing is
+  rendered again.
+* `realigned`: the same, but the text of the model's last answer differs. The ids of the common beginning are
+  kept, and the client's own text follows as context. What was sampled after that is dropped: at most half of
+  the answer, and at most `MAX_DRIFT_TOKENS`.
+* `forked`: anything else. It becomes a new segment, rendered as a whole. The first one is `new`.
+
+Several histories may alternate, as those of sub-agents do: each is found again by the longest match. A
+history continues with any subset of the tools that its prompt describes.
 """
 
 from bisect import bisect_right
@@ -32,8 +37,9 @@ if TYPE_CHECKING:
     from tidemill.services.rollout.sessions.pictures import SessionPictures
 
 MAX_DRIFT_TOKENS = 1024
+"""Most tokens of a changed answer that are dropped; with more, a fork is better."""
 MIN_SHARE_KEPT = 0.5
-"""Share of the tokens of a changed answer that must be kept; with less, a fork is better."""
+"""Least share of the tokens of a changed answer that is kept; with less, a fork is better."""
 
 Kind = Literal["new", "clean", "realigned", "forked"]
 
@@ -47,7 +53,11 @@ class Answered(NamedTuple):
 
 @dataclass(eq=False)
 class RecordedHistory:
-    """One segment while it grows, and the messages that it holds."""
+    """One segment while it grows: its ids (`recorder`), and the messages that they stand for.
+
+    Example: a prompt of one message, and the model's answer: `messages` has these two, `num_prompt_messages`
+    is 1, and `answered` has one item.
+    """
 
     recorder: SegmentRecorder
     number: int = 0
@@ -57,7 +67,10 @@ class RecordedHistory:
     text: str = ""
     """Prompt and answers of a segment without messages, as the client has them."""
     messages: list[Message] = field(default_factory=list)
+    """Up to the last answer, which is the last of them. Empty before the first answer, and where the prompt
+    is text or ids."""
     identities: list[Identity] = field(default_factory=list)
+    """Of each message, (role, text, calls): what clients do not change, by which histories are compared."""
     num_prompt_messages: int = 0
     prefill: str = ""
     """The beginning of the first answer, if the client had written one."""
@@ -66,9 +79,9 @@ class RecordedHistory:
     is_busy: bool = False
     """Whether a turn of it is being generated: nothing else can continue it."""
     answered: list[Answered] = field(default_factory=list)
-    """Of each answer; how the session would end with it: `max_tokens` if a limit of the run cut it."""
+    """Of each answer of the model, in order. `end` is `max_tokens` if a limit of the run cut the answer."""
     num_messages_before: int = 0
-    """Number of its messages before the last question."""
+    """Length of `messages` before the last question: up to the answer before the last one."""
     last_answer: Answer | None = None
 
     @property
@@ -90,16 +103,17 @@ class RecordedHistory:
         if isinstance(question.prompt, str):
             self.text = question.prompt + answer.text
         if question.messages:
-            before = list(question.messages)
+            asked = list(question.messages)
             message = answer.message
-            if question.prefill is not None:  # the model went on with it: one message, as clients keep it
+            if question.prefill is not None:
+                # The model went on with the client's last message: both are one answer, as clients keep it.
                 message = message | {"content": question.prefill + answer.text}
-                before.pop()
+                asked.pop()
             if not self.num_prompt_messages:
-                self.num_prompt_messages = len(before)
+                self.num_prompt_messages = len(asked)
                 self.prefill = question.prefill or ""
-            self.messages = [*before, message]
-            self.identities = [*question.identities[: len(before)], identity(message)]
+            self.messages = [*asked, message]
+            self.identities = [*question.identities[: len(asked)], identity(message)]
 
     def without_last_answer(self) -> "RecordedHistory | None":
         """A copy that ends with the answer before the last one; None where there is none before it."""
@@ -117,12 +131,12 @@ class RecordedHistory:
         )
 
     def begins_with(self, asked: Sequence[Identity]) -> bool:
-        """Whether it has begun with this question, which has messages."""
+        """Whether its first messages are these; False where a question has no messages."""
         return bool(asked) and _begins(self.identities, asked)
 
-    def has_lost_end(self, asked: Sequence[Identity]) -> bool:
-        """Whether the client asks with a beginning of the last answer in its place: text without its end, or
-        the text without its calls."""
+    def may_have_lost_end(self, asked: Sequence[Identity]) -> bool:
+        """Whether the client asks with only a beginning of the last answer: with its text cut off, or without
+        its calls. It may also be the answer of another history (`Histories.has_lost_end`)."""
         index = len(self.identities) - 1
         if index < 0 or len(asked) <= index or not _begins(asked, self.identities[:index]):
             return False
@@ -147,7 +161,7 @@ class Continuation:
 
     @property
     def images(self) -> list[Image]:
-        """Those of `ids`."""
+        """Pictures of `ids`."""
         return [*self.history.recorder.images_within(self.num_kept), *self.context_images]
 
     @property
@@ -196,18 +210,29 @@ class Histories:
         # May run on a thread: `list` copies at once, for the event loop may remove histories meanwhile.
         if question.prompt is not None:
             return self._find_text(question.prompt)
-        asked = question.identities
         candidates = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
         # The longest first: by a shorter match the same question would fork a history again each time. Of
         # equal ones the newest: where the same was asked again, the client has the later answer.
         candidates.sort(key=lambda history: (len(history.identities), history.answered_at), reverse=True)
+        continuation = self._find_clean(candidates, question) or self._find_realigned(candidates, question)
+        if continuation is not None:
+            return continuation
+        try:
+            ids = self._chat.render(question.messages, question.tools)
+            return self._begun(*self._expanded(ids, question.messages, 0), question.tool_keys)
+        except ValueError as error:
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+
+    def _find_clean(self, candidates: Sequence[RecordedHistory], question: Question) -> Continuation | None:
+        """The continuation of the first history with which the question begins."""
         for history in candidates:
-            num_known = len(history.identities)
-            if len(asked) <= num_known or not _begins(asked, history.identities):
+            num_recorded = len(history.identities)
+            has_new = len(question.identities) > num_recorded
+            if not has_new or not _begins(question.identities, history.identities):
                 continue
-            new = question.messages[num_known:]
+            new = question.messages[num_recorded:]
             try:
                 # Only what follows is rendered: ids of the past stay those that were sampled.
                 context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
@@ -215,32 +240,36 @@ class Histories:
             except ValueError:  # the template cannot render the new messages there
                 continue
             return Continuation("clean", history, len(history.recorder.completion_ids), context, images)
-        realigned = filter(None, (self._realigned(history, question) for history in candidates))
-        longest = max(
-            realigned,
-            key=lambda continuation: len(continuation.ids) - len(continuation.context),
-            default=None,
-        )
-        if longest:
-            return longest
-        try:
-            ids = self._chat.render(question.messages, question.tools)
-            return self._begun(*self._expanded(ids, question.messages, 0), question.tool_keys)
-        except ValueError as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+        return None
+
+    def _find_realigned(
+        self, candidates: Sequence[RecordedHistory], question: Question
+    ) -> Continuation | None:
+        """The realigned continuation that keeps the most ids; of several, that of the first candidate."""
+        longest: Continuation | None = None
+        most_kept = 0
+        for history in candidates:
+            continuation = self._realigned(history, question)
+            if continuation is None:
+                continue
+            num_kept = len(continuation.ids) - len(continuation.context)
+            if longest is None or num_kept > most_kept:
+                longest = continuation
+                most_kept = num_kept
+        return longest
 
     def _expanded(
         self, ids: list[int], messages: Sequence[Message], first: int
     ) -> tuple[list[int], tuple[Image, ...]]:
-        """Rendered ids, which follow `first` others, with all tokens of the messages' pictures, and these.
-        Raises ValueError: the template has not written a place for each."""
+        """Rendered ids with all tokens of the messages' pictures, and these pictures. `first` ids come before
+        them in the segment. Raises ValueError: the template has not written a place for each picture."""
         return (ids, ()) if self._pictures is None else self._pictures.expand(ids, messages, first)
 
     def has_lost_end(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
-        """Whether the client asks with a beginning of the history's last answer in its place, and not with
-        the answer of another history."""
+        """Whether the client asks with only a beginning of the history's last answer, which is not the answer
+        of another history."""
         is_branch = self._is_branch(history, asked[: len(history.identities)])
-        return history.has_lost_end(asked) and not is_branch
+        return history.may_have_lost_end(asked) and not is_branch
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """`find` for a prompt without messages: text or ids that continue a segment at its end."""
@@ -268,7 +297,7 @@ class Histories:
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
         asked = question.identities
-        index = len(history.identities) - 1
+        index = len(history.identities) - 1  # of the last answer
         if len(asked) <= index or not _begins(asked, history.identities[:index]):
             return None
         role, _, calls = asked[index]
@@ -276,17 +305,18 @@ class Histories:
         if role != "assistant" or calls or our_calls or self._is_branch(history, asked[: index + 1]):
             return None
         turn_ids = history.turn_ids
-        kept, added = self._shared(history, turn_ids, ours, question.messages[index]["content"].lstrip())
-        if kept < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
+        theirs = question.messages[index]["content"].lstrip()
+        num_shared_ids, added = self._shared(history, turn_ids, ours, theirs)
+        if num_shared_ids < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
             return None
         context = self._chat.encode(added) if added else []
-        num_kept = history.recorder.turns[-1].first + kept
+        num_kept = history.recorder.turns[-1].first + num_shared_ids
         images: tuple[Image, ...] = ()
         new = question.messages[index + 1 :]
         if new:
             try:
                 # As a turn that did not end: the token that ended it is not among those that are kept.
-                ending = self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
+                ending = self._chat.extend(turn_ids[:num_shared_ids] + context, False, new, question.tools)
                 first = len(history.recorder.prompt_ids) + num_kept + len(context)
                 ending, images = self._expanded(ending, new, first)
             except ValueError:
@@ -297,27 +327,39 @@ class Histories:
     def _is_branch(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
         """Whether another history begins with what was asked: then it is a branch of that one, and no changed
         answer of `history`, however similar."""
-        return any(_begins(branch.identities, asked) for branch in self.all if branch is not history)
+        # A copy, as in `find`: a history that is removed meanwhile must not hide the one behind it.
+        return any(_begins(branch.identities, asked) for branch in list(self.all) if branch is not history)
 
     def _shared(
         self, history: RecordedHistory, turn_ids: list[int], ours: str, theirs: str
     ) -> tuple[int, str]:
-        """How many tokens of the turn the client's text shares, and the rest of that text. What comes before
-        the answer in the turn, such as thinking, counts as shared: clients drop it."""
+        """How many tokens of the turn the client's text shares, and the rest of that text.
+
+        Of the turn "<think>low</think>It is 50", whose answer is `ours`, a client has `theirs`, "It is 75":
+        the tokens up to "It is " are shared, and the rest is "75". What comes before the answer in the turn,
+        such as thinking, counts as shared: clients drop it.
+        """
         assert history.last_answer is not None
         said = history.last_answer.text.strip()
         text = self._decode(turn_ids)
         position = text.rfind(said)
         if position < 0:  # a parser has made it of what was sampled
             return 0, ""
-        start = position - (len(ours) - len(said))  # negative if the answer was prefilled
+        # Where `ours` begins in `text`; negative if the client has written its beginning (`prefill`).
+        start = position - (len(ours) - len(said))
         num_common = num_shared(ours, theirs)
-        if num_common == len(ours):  # only the token that ended the turn is dropped
+        if num_common == len(ours):
+            # Nothing of the answer is dropped, only the token that ended the turn, where one did.
             is_ended = history.is_closed and not self._decode(turn_ids[-1:])
-            return len(turn_ids) - is_ended, theirs[num_common:].removeprefix(text[start + len(ours) :])
-        kept = num_within(turn_ids, start + num_common, self._decode) if start + num_common > 0 else 0
-        num_kept_chars = len(self._decode(turn_ids[:kept])) - start
-        return (kept, theirs[num_kept_chars:]) if num_kept_chars > 0 else (0, "")
+            num_kept = len(turn_ids) - 1 if is_ended else len(turn_ids)
+            behind_answer = text[start + len(ours) :]
+            return num_kept, theirs[num_common:].removeprefix(behind_answer)
+        num_common_chars = start + num_common
+        num_kept = num_within(turn_ids, num_common_chars, self._decode) if num_common_chars > 0 else 0
+        num_kept_of_theirs = len(self._decode(turn_ids[:num_kept])) - start
+        if num_kept_of_theirs <= 0:
+            return 0, ""
+        return num_kept, theirs[num_kept_of_theirs:]
 
 
 def in_order(histories: Iterable[RecordedHistory]) -> list[RecordedHistory]:

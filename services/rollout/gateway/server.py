@@ -31,7 +31,7 @@ from tidemill.common.process.http_server import ServerInService, listen, server_
 from tidemill.common.process.shortage import run_on_thread
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.gateway.apis import APIS, Api, anthropic_question
-from tidemill.services.rollout.gateway.dialogue import Body, RequestError, has_usage, ignored_in, wishes_in
+from tidemill.services.rollout.gateway.dialogue import Body, RequestError, ignored_in, wants_usage, wishes_in
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 
@@ -212,7 +212,7 @@ class Gateway:
         body = await _body(request, session)
         is_streamed = bool(body.get("stream"))
         question = replace(api.question_of(body), is_streamed=is_streamed)
-        has_usage(body)  # only for its error
+        wants_usage(body)  # only for its error
         self._check_wishes(body)
         retry_count = request.headers.get(RETRY_COUNT)
         answer = await session.answer(question, None if retry_count is None else retry_count != "0")

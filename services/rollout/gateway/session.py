@@ -1,13 +1,17 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
-Invariants: a question that comes again while its answer is being made, before that was delivered, or before
-anything followed it, gets the same answer, so a client's retry is no second turn; if the client says that it
-does not retry, a question whose answer was delivered gets another one. What no program has read, as far as
-the gateway knows (`Exchange.unread`), is in no segment: it stands in the record beside them. Segments are in
-the order of their last answers, so text and end of the session are those of the answer that was given last. A
-question beyond a limit gets an error, which is to end the agent's loop; the session counts as truncated from
-then on, unless a later question is answered. Once it is closed, nothing of it runs and nothing more is
-answered.
+Invariants:
+
+* A question that comes again gets the same answer: while that is being made, until it was delivered, and
+  until anything has followed it. So a client's retry is no second turn. If the client says that it does not
+  retry, a question whose answer was delivered gets another one.
+* What no program has read, as far as the gateway knows (`Exchange.unread`), is in no segment: it stands in
+  the record beside them.
+* Segments are in the order of their last answers, so text and end of the session are those of the answer that
+  was given last.
+* A question beyond a limit gets an error, which is to end the agent's loop. The session counts as truncated
+  from then on, unless a later question is answered.
+* Once it is closed, nothing of it runs and nothing more is answered.
 """
 
 import asyncio
@@ -456,7 +460,8 @@ class GatewaySession:
         return self._limit("max_tokens", problem, refused=content)
 
     def _too_many(self, num_pictures: int, most: int, is_asked: bool) -> RequestError:
-        """The same for one with more pictures than a prompt may have."""
+        """The error for a history with more pictures than a prompt may have; a limit of the session only if
+        `is_asked`."""
         problem = f"prompt is too long: the history has {num_pictures} pictures, and a prompt may have "
         problem += f"{most} (images.max_per_prompt)"
         if not is_asked:
@@ -689,7 +694,7 @@ class GatewaySession:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
         if continuation.kind != "new":
             self.counts[continuation.kind] += 1
-        generation = _cut_at(whole, question.stop, self._decode)
+        generation, stop_sequence = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         engine_s = time.monotonic() - started
@@ -711,24 +716,31 @@ class GatewaySession:
             num_calls=len(parsed.calls),
             num_wrong_calls=sum(1 for call in parsed.calls if call.error),
         )
-        answer = _answer_of(question, generation, parsed, self._decode, len(ids))
+        answer = _answer_of(question, generation, parsed, self._decode, len(ids), stop_sequence)
         history.hold(question, answer)
         return answer
 
 
-def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:
-    """The generation up to the first of a client's stop sequences; the same object if there is none."""
+def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> tuple[Generation, str]:
+    """The generation up to the first of a client's stop sequences, and which one that is; the same object and
+    "" if there is none."""
     ids = generation.token_ids
     text = decode(ids) if stops else ""
-    positions = [text.find(stop) for stop in stops if stop in text]
+    positions = {stop: text.find(stop) for stop in stops if stop in text}
     if not positions:
-        return generation
+        return generation, ""
+    first = min(positions, key=lambda stop: positions[stop])
     # One token at least: the stop sequence may begin within the first, and a turn has to have one.
-    return generation.cut(max(1, num_within(ids, min(positions), decode)))
+    return generation.cut(max(1, num_within(ids, positions[first], decode))), first
 
 
 def _answer_of(
-    question: Question, generation: Generation, parsed: Parsed, decode: Decode, num_prompt_tokens: int
+    question: Question,
+    generation: Generation,
+    parsed: Parsed,
+    decode: Decode,
+    num_prompt_tokens: int,
+    stop_sequence: str,
 ) -> Answer:
     """The client's answer, without invalid calls. If there are no others, it gets all that the model wrote as
     text: its own loop answers the model."""
@@ -759,4 +771,5 @@ def _answer_of(
         # -1 if the engine does not say; clients add these numbers up.
         max(0, generation.num_cached_tokens),
         tuple(zip(texts, generation.logprobs, strict=False)),
+        stop_sequence,
     )

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -282,17 +283,20 @@ class Recording:
             metrics.RESUMED_TOKENS.inc(len(replayed.token_ids))
             return replayed
         replayed = self._open
-        if num_known := len(replayed.token_ids):
-            metrics.RESUMED_TOKENS.inc(num_known)
+        num_replayed = len(replayed.token_ids)
+        if num_replayed:
+            metrics.RESUMED_TOKENS.inc(num_replayed)
             ids = [*ids, *replayed.token_ids]
-            if (num_left := sampling.max_tokens - num_known) <= 0:  # this worker has a lower limit
+            num_left = sampling.max_tokens - num_replayed
+            if num_left <= 0:  # this worker has a lower limit
                 return replayed
             sampling = sampling.model_copy(update={"max_tokens": num_left})
         if self._keep is None:
             new = await self._ask(ids, sampling, **pictures_of(images))
             return joined(replayed, _after(replayed, new))
+        save = partial(self._grow, replayed)
         try:
-            new = await self._ask(ids, sampling, lambda new: self._grow(replayed, new), **pictures_of(images))
+            new = await self._ask(ids, sampling, save, **pictures_of(images))
             self._open = joined(replayed, _after(replayed, new))
             if self._saver is not None:  # parts are kept in order
                 await self._saver

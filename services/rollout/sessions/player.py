@@ -118,7 +118,7 @@ class Player:
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""
         self.log = FailureLog()
-        """The same by cause, with the reason of the last one."""
+        """Faults of environments by cause, with the reason of the last one."""
 
     @property
     def environment(self) -> str:

@@ -113,8 +113,8 @@ class SegmentRecorder:
         self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
 
     def images_within(self, num_tokens: int) -> list[Image]:
-        """Those of the prompt and of the first `num_tokens` of the completion. None is cut: what a client may
-        rewrite begins behind the last one."""
+        """Pictures of the prompt and of the first `num_tokens` of the completion. None is cut: what a client
+        may rewrite begins behind the last one."""
         end = len(self.prompt_ids) + num_tokens
         return [image for image in self.images if image.first < end]
 

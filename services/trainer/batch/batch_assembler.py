@@ -83,10 +83,12 @@ class Precompute:
         self.is_needed_always = (
             algorithm.needs_reference or needs_start or (trainer.passes > 1 and needs_proximal)
         )
-        """Whether every group needs it; else those of the first mini-batch do not."""
+        """Whether every group needs some of these."""
         self.is_needed = needs_proximal or self.is_needed_always
+        """Whether some groups do. If not all, those of a step's first mini-batch do not: until its update the
+        weights are those at the start of the step, so that the ratio is 1."""
         self.needs_start_weights = trainer.mini_batches > 1 and (needs_proximal or needs_start)
-        """Whether it needs the weights at the start of the step also after its first update."""
+        """Whether the weights at the start of the step are needed also after its first update."""
 
     def is_ready(self, group: Group, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
@@ -290,8 +292,8 @@ class BatchAssembler:
         """Pause before the next selection; see `REST_PER_LOOK`."""
 
     async def take(self, step: int, places: int) -> list[Group]:
-        """Wait until at least one group is there for `step`, or until all are without `start_early` or with
-        GPUs used in turn. Taken groups stay outstanding until `settle`.
+        """Wait for groups that `step` can train, and take them: at least one, at most `places`. Without
+        `start_early`, and with GPUs used in turn, it waits for all. They stay outstanding until `settle`.
 
         Raises:
             StoppedError: the service must stop.
@@ -441,7 +443,7 @@ class BatchAssembler:
         groups = self.join.groups.values()
         lost = [g.ticket for g in groups if g.is_demonstration and not g.is_generated]
         if lost:
-            await self.scheduler.show(lost)
+            await self.scheduler.publish_demonstrations(lost)
         # Where something unreadable or refused arrived, a group may wait for it in vain: so not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):

@@ -52,9 +52,11 @@ class Mixture:
         self._positions = array("Q")
         self._counts = [0] * len(fractions)
         self._mixed: list[int] = []
-        """The sources that are left, and since when: their counts and the number of tickets at that time."""
+        """The sources that have not reached their limits."""
         self._base: list[int] = []
+        """How many tickets each source had when these began to be mixed."""
         self._begun = 0
+        """How many tickets there were then."""
 
     def place_at(self, number: int) -> tuple[int, int]:
         """Source of a ticket, and its position in that, both counted from 0; a pure function of weights,
@@ -101,7 +103,7 @@ class Mixture:
             units = self._counts[source] - self._base[source]
             if units * total >= slot * weight:
                 continue
-            due = -((units + 1) * total // -weight)
+            due = -((units + 1) * total // -weight)  # rounded up
             # A hash and not the place in the list: of equal weights the first would always come first.
             tie = xxhash.xxh3_64_intdigest(f"{self._seed} {number} {source}".encode())
             if best < 0 or (due, tie) < best_key:
@@ -124,6 +126,7 @@ class BatchPlaces:
         weights: list[float | Fraction] = [source.weight for source in data.demonstrations]
         # Exact: floats that are added up would be other shares.
         of_prompts = sum((Fraction(str(source.weight)) for source in data.prompt_sources), Fraction())
+        # All sources of prompts are one source here: the last, whose places have tickets.
         more: list[Fraction] = [of_prompts] if of_prompts else []
         self._mixture = Mixture([*weights, *more], config.seed, [*limits, *(None for _ in more)])
         self._prompts = array("Q", [0])
@@ -143,6 +146,7 @@ class BatchPlaces:
         return bisect_right(self._prompts, number) - 1
 
     def trajectory(self, ticket: int) -> Trajectory:
+        """The demonstration of this ticket."""
         number = ticket - FIRST_DEMONSTRATION
         source, position = self._mixture.place_at(number)
         demonstration = cast("Demonstration", self.sources[source].prompt_at(position))
@@ -150,6 +154,7 @@ class BatchPlaces:
         return demonstration.trajectory(ticket, step, max(0, step - self._max_staleness))
 
     def tickets(self, step: int) -> list[int]:
+        """Tickets of the step's demonstrations."""
         tickets = []
         for number in range(step * self._size, (step + 1) * self._size):
             source, _ = self._mixture.place_at(number)

@@ -44,7 +44,8 @@ class PromptPlan:
         limits_of_demonstrations = _limits(config.data.demonstrations, demonstrations)
         _check_limits([*(limits if sources else ()), *limits_of_demonstrations], config)
         self._mixture = _open_mixture(weights, config.seed, limits)
-        self.places = _open_places(demonstrations, limits_of_demonstrations, config)
+        self.demonstration_places = _open_places(demonstrations, limits_of_demonstrations, config)
+        """Which places of the batches have demonstrations; None: none has."""
         self._curriculum = _open_curriculum(sources, config)
         self.fingerprint = sources[0].fingerprint if sources else ""
         """Digest over everything that decides which prompt is at which position of which source."""
@@ -71,7 +72,7 @@ class PromptPlan:
         return self._fields(source, self.sources[source].prompts[index])
 
     def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
-        """The same for a ticket that was issued before, with the prompt in this row."""
+        """Fields of a ticket that was issued before, for the prompt in this row and its group."""
         source, _ = self._place_at(number)
         index = self.sources[source].place_of(row)
         assert index is not None, "the fingerprint is that of the same rows"
@@ -95,11 +96,15 @@ class PromptPlan:
 
     def num_tickets(self, steps: int) -> int:
         """Tickets of the first `steps` steps, without those that replace others."""
-        return self.places.num_prompts(steps) if self.places else steps * self._config.trainer.groups_per_step
+        if self.demonstration_places is not None:
+            return self.demonstration_places.num_prompts(steps)
+        return steps * self._config.trainer.groups_per_step
 
     def step_of(self, number: int) -> int:
         """The step of the `number`-th of these tickets."""
-        return self.places.step_of(number) if self.places else number // self._config.trainer.groups_per_step
+        if self.demonstration_places is not None:
+            return self.demonstration_places.step_of(number)
+        return number // self._config.trainer.groups_per_step
 
     def adopt(self, ticket: Ticket) -> None:
         """Take in the next ticket, which an earlier process has issued."""

@@ -53,8 +53,8 @@ class Scheduler:
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Ticket] = {}
-        self._num_shown = 0
-        """Steps whose demonstrations this process has published."""
+        self._demonstrated_to = 0
+        """The step up to which this process has published demonstrations, that one not included."""
 
     def limit(self, version: int) -> int:
         """Most tickets that may have been issued when `version` steps are committed."""
@@ -63,27 +63,30 @@ class Scheduler:
 
     async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
-        await self._show(version)
-        numbers = range(self.next_ticket, self.limit(version))
-        # Replacements have taken numbers too; without them, regular tickets keep their steps.
-        steps = [self.prompts.step_of(number - self.num_replacements) for number in numbers]
-        return await self._issue([self._next(n, step) for n, step in zip(numbers, steps, strict=True)])
+        await self._demonstrate(version)
+        tickets: list[Ticket] = []
+        for number in range(self.next_ticket, self.limit(version)):
+            # Replacements have taken numbers too; without them, regular tickets keep their steps.
+            step = self.prompts.step_of(number - self.num_replacements)
+            tickets.append(self._next(number, step))
+        return await self._issue(tickets)
 
-    async def _show(self, version: int) -> None:
+    async def _demonstrate(self, version: int) -> None:
         """Publish the demonstrations of every step that the gate lets in. A trainer that starts publishes
-        them once more, byte by byte: the first of a key counts."""
-        places = self.prompts.places
+        the same bytes once more: the first of a key counts."""
+        places = self.prompts.demonstration_places
         if places is None:
             return
         end = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
-        for step in range(max(self._num_shown, version), end):
-            await self.show(places.tickets(step))
-        self._num_shown = end
+        for step in range(max(self._demonstrated_to, version), end):
+            await self.publish_demonstrations(places.tickets(step))
+        self._demonstrated_to = end
 
-    async def show(self, tickets: Sequence[int]) -> None:
-        """Publish these demonstrations, also where Redis has lost them."""
-        assert self.prompts.places is not None
-        trajectories = [self.prompts.places.trajectory(ticket) for ticket in tickets]
+    async def publish_demonstrations(self, tickets: Sequence[int]) -> None:
+        """Publish these demonstrations; again where Redis has lost them."""
+        places = self.prompts.demonstration_places
+        assert places is not None
+        trajectories = [places.trajectory(ticket) for ticket in tickets]
         # Before they are appended, as with tickets: the reader may get them before `append` returns.
         self.expect(trajectories)
         await append(self.broker, self.keys.trajectories(), *trajectories)
@@ -107,20 +110,26 @@ class Scheduler:
         orphans: list[Entry[Ticket]] = []
         history = history or History(self.keys.run_id, None, self.broker)
         async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
-            if isinstance(entry, Entry) and isinstance(ticket := entry.message, Ticket):
-                if ticket.ticket == self.next_ticket:
-                    self.prompts.adopt(ticket)
-                    self.num_replacements += ticket.replaces >= 0
-                    # Replaced after the state was saved: else the trainer would wait for both.
-                    self.outstanding.pop(ticket.replaces, None)
-                    self.outstanding[ticket.ticket] = ticket
-                    self.next_ticket += 1
-                    adopted.append(ticket)
-                else:
-                    orphans.append(Entry(entry.entry_id, ticket))
+            if not isinstance(entry, Entry) or not isinstance(entry.message, Ticket):
+                continue
+            ticket = entry.message
+            if ticket.ticket == self.next_ticket:
+                self._adopt(ticket)
+                adopted.append(ticket)
+            else:
+                orphans.append(Entry(entry.entry_id, ticket))
         if orphans:
             await self._withdraw(orphans)
         return adopted
+
+    def _adopt(self, ticket: Ticket) -> None:
+        self.prompts.adopt(ticket)
+        if ticket.replaces >= 0:
+            self.num_replacements += 1
+            # Replaced after the state was saved: else the trainer would wait for both.
+            self.outstanding.pop(ticket.replaces, None)
+        self.outstanding[ticket.ticket] = ticket
+        self.next_ticket += 1
 
     async def find_skipped(self) -> list[int]:
         """Outstanding tickets that the stream has not got although it goes beyond them.
@@ -130,12 +139,12 @@ class Scheduler:
         """
         key = self.keys.prompts()
         end = id_order(await last_id(self.broker, key))
-        entry_ids = {n: entry_id_of(n) for n in sorted(self.outstanding) if id_order(entry_id_of(n)) <= end}
-        if not entry_ids:
+        numbers = [n for n in sorted(self.outstanding) if id_order(entry_id_of(n)) <= end]
+        if not numbers:
             return []
-        commands = [("XRANGE", key, entry_id, entry_id) for entry_id in entry_ids.values()]
+        commands = [("XRANGE", key, entry_id_of(number), entry_id_of(number)) for number in numbers]
         replies = await self.broker.pipeline(commands)
-        return [number for number, entries in zip(entry_ids, replies, strict=True) if entries == []]
+        return [number for number, entries in zip(numbers, replies, strict=True) if entries == []]
 
     async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
         """Take tickets back that follow no other: an earlier trainer gave them to a Redis that was emptied.
@@ -191,7 +200,8 @@ class Scheduler:
         # Before it is appended: if Redis loses the append, `reissue_lost` gives the very same ticket again.
         self.outstanding |= new
         self.expect(tickets)
-        if not new.keys() <= await self._append_missing(new):
+        appended = await self._append_missing(new)
+        if new.keys() - appended:
             await self._check_issued(new)
         for ticket in tickets:
             metrics.TICKETS_ISSUED.labels("replacement" if ticket.replaces >= 0 else "regular").inc()

@@ -241,35 +241,44 @@ class StreamJoin:
     def _take(self, entry: Entry[Trajectory] | Entry[Score]) -> None:
         """Join an entry with its group. The first entry of a key wins; late ones of settled tickets are only
         counted, but not those read a second time after a restart."""
-        sample = entry.message if isinstance(entry.message, Trajectory) else None
-        if sample and self._is_new(TRAJECTORIES, entry.entry_id):
+        message = entry.message
+        if isinstance(message, Trajectory) and self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
-        group = self.groups.get(entry.message.ticket)
+        group = self.groups.get(message.ticket)
         refused = [entry] if group is None else group.take(entry)
         for refused_entry in refused:
-            message = refused_entry.message
-            stream = TRAJECTORIES if isinstance(message, Trajectory) else SCORES
-            if self._is_new(stream, refused_entry.entry_id):
-                metrics.DUPLICATES_DROPPED.labels(stream).inc()
-            if group is not None and group.is_of_other_tokens(message):
-                log.warning("score of other tokens refused", ticket=group.ticket, index=message.index)
-                # Its worker may have acknowledged the entry that now has the lost trajectory's id.
-                self.unread_at = time.monotonic()
-        # Where only an older score was refused, this entry counts in its place.
+            self._note_refused(refused_entry, group)
+        # Not so where only an older score was refused: this entry counts in its place.
         is_refused = any(refused_entry is entry for refused_entry in refused)
-        if group is not None and not is_refused:
-            if sample is not None:
-                group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
-                # Judged as it arrives: by the time of training that version may exist, with other weights.
-                group.is_ahead |= sample.max_version > self.version
-                # Now, while the step in progress trains or scores are awaited, and not when they are there.
-                with suppress(ValueError):  # the filter says what is wrong
-                    group.sample_at(sample.index)
-            elif isinstance(entry.message, Score) and self._is_new(SCORES, entry.entry_id):
-                self.on_score(entry.entry_id, entry.message)
-            if group.is_complete:
-                self.complete.append(group.ticket)
-            self.changed.set()
+        if group is None or is_refused:
+            return
+        if isinstance(message, Trajectory):
+            self._take_in(group, message)
+        elif self._is_new(SCORES, entry.entry_id):
+            self.on_score(entry.entry_id, message)
+        if group.is_complete:
+            self.complete.append(group.ticket)
+        self.changed.set()
+
+    def _note_refused(self, entry: Entry[Trajectory] | Entry[Score], group: Group | None) -> None:
+        """Count an entry that no group, or not this one, has taken."""
+        message = entry.message
+        stream = TRAJECTORIES if isinstance(message, Trajectory) else SCORES
+        if self._is_new(stream, entry.entry_id):
+            metrics.DUPLICATES_DROPPED.labels(stream).inc()
+        if group is not None and group.is_of_other_tokens(message):
+            log.warning("score of other tokens refused", ticket=group.ticket, index=message.index)
+            # Its worker may have acknowledged the entry that now has the lost trajectory's id.
+            self.unread_at = time.monotonic()
+
+    def _take_in(self, group: Group, trajectory: Trajectory) -> None:
+        """Note the versions of a trajectory that its group has taken, and make its sample."""
+        group.oldest_sampled = min(group.oldest_sampled, trajectory.min_version)
+        # Judged as it arrives: by the time of training that version may exist, with other weights.
+        group.is_ahead |= trajectory.max_version > self.version
+        # Now, while the step in progress trains or scores are awaited, and not when they are there.
+        with suppress(ValueError):  # the filter says what is wrong
+            group.sample_at(trajectory.index)
 
     def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):

@@ -91,7 +91,8 @@ class ArchiveRequests:
 
     async def _archive(self, until: Mapping[str, str], is_urgent: bool) -> None:
         command = run_own(Program.ARCHIVE, self.context.keys.run_id, str(self.context.run_dir))
-        command += [word for item in until.items() for word in ("--until", "=".join(item))]
+        for stream, last_id in until.items():
+            command += ["--until", f"{stream}={last_id}"]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL

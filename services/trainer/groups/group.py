@@ -37,9 +37,9 @@ class Group(RecordedGroup):
     precomputed_for: int = -1
     """The step for which the policy has filled columns of these samples; -1: none."""
     samples: list[Sample] = field(default_factory=list)
-    """Those that are trained, by index; empty until the group has passed the filter."""
+    """The samples that are trained, by index; empty until the group has passed the filter."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Those that are not: (index, reason)."""
+    """The samples that are not trained: (index, reason)."""
     baseline: Sample | None = None
     """The greedy sample that the others are compared with, where the advantage needs one."""
 
@@ -118,7 +118,7 @@ class Group(RecordedGroup):
 
     @property
     def rewards(self) -> list[float]:
-        """Of its samples, before any shaping; none for a demonstration."""
+        """Rewards of its samples, before any shaping; none for a demonstration."""
         return [] if self.is_demonstration else [sample.reward for sample in self.samples]
 
     @property

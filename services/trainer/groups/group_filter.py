@@ -5,6 +5,7 @@ replaced.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,25 @@ class Refusal:
     """Rewards of a group without variance: they say how hard its prompt is."""
 
 
+class LeftOut(NamedTuple):
+    """Why a sample is not trained, though its group may be: `failed_score`, "no result within 30 s"."""
+
+    reason: str
+    detail: str = ""
+
+
+def _reason_of_fault(trajectory: Trajectory, fault: str) -> str:
+    """The reason for leaving out a trajectory with this fault (`fault_of`)."""
+    if fault.startswith(ROUTES_FAULT):
+        return NO_CHOICES
+    if fault.startswith((LOGPROBS_FAULT, PLACEHOLDER_FAULT)):
+        return BAD_NUMBERS
+    if fault.startswith(PICTURES_FAULT):
+        return NO_PAYLOAD
+    is_claimed = trajectory.claim is not None or trajectory.lacks_choices
+    return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT
+
+
 class GroupFilter:
     """Decides what becomes of complete groups: by group, config and, for staleness, the step in progress."""
 
@@ -95,20 +115,19 @@ class GroupFilter:
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
         rewards: dict[int, float] = {}
-        failures: dict[int, tuple[str, str]] = {}
+        failures: dict[int, LeftOut] = {}
         for index, score in sorted(group.scores.items()):
             reward = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
-            if not isinstance(reward, tuple):
+            if not isinstance(reward, LeftOut):
                 rewards[index] = reward
                 continue
             failures[index] = reward
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (score.on_failure or self.reward.on_failure) == "drop_group":
-                _, detail = reward
-                return Refusal(FAILED_SCORE, detail)
+                return Refusal(FAILED_SCORE, reward.detail)
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
-        left_out = [(index, reason) for index, (reason, _) in failures.items()]
+        left_out = [(index, failure.reason) for index, failure in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
             rewards = sampled
@@ -116,7 +135,7 @@ class GroupFilter:
         elif not greedy:
             return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
-            details = sorted(detail for _, detail in failures.values() if detail)
+            details = sorted(failure.detail for failure in failures.values() if failure.detail)
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(details[:1])}"
             return Refusal(FEW_SCORES, detail)
         # Compared exactly, as by the estimators: they give exactly zero where rewards are equal. The greedy
@@ -157,33 +176,29 @@ class GroupFilter:
 
     def _reward(
         self, trajectory: Trajectory, score: Score, are_masked: bool, is_taught: bool
-    ) -> float | tuple[str, str]:
-        """The reward of a sample; or why it is left out, as (reason, detail)."""
+    ) -> float | LeftOut:
+        """The reward of a sample, or why it is left out."""
         fault = fault_of(trajectory)
         if fault:
-            if fault.startswith(ROUTES_FAULT):
-                return NO_CHOICES, fault
-            if fault.startswith((LOGPROBS_FAULT, PLACEHOLDER_FAULT)):
-                return BAD_NUMBERS, fault
-            if fault.startswith(PICTURES_FAULT):
-                return NO_PAYLOAD, fault
-            is_claimed = trajectory.claim is not None or trajectory.lacks_choices
-            return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
+            return LeftOut(_reason_of_fault(trajectory, fault), fault)
         if self.routing is not None:
             routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
             if routes is None:
-                return NO_CHOICES, "the engine recorded no routes, or not of every token"
+                return LeftOut(NO_CHOICES, "the engine recorded no routes, or not of every token")
             problem = find_routes_fault(routes, self.routing)
             if problem:
-                return NO_CHOICES, problem
-        if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
-            return NO_CHOICES, missing
+                return LeftOut(NO_CHOICES, problem)
+        if are_masked and not trajectory.is_greedy:
+            problem = missing_mask(trajectory)
+            if problem:
+                return LeftOut(NO_CHOICES, problem)
         if score.value is not None:
-            return (MISSING_TEACHER, "") if is_taught and score.teacher_logprobs is None else score.value
+            lacks_teacher = is_taught and score.teacher_logprobs is None
+            return LeftOut(MISSING_TEACHER) if lacks_teacher else score.value
         # The run's value for a failed sample does not replace a teacher's logprobs.
         if not is_taught and not score.on_failure and self.reward.failure_value is not None:
             return self.reward.failure_value
-        return FAILED_SCORE, score.error
+        return LeftOut(FAILED_SCORE, score.error)
 
     def _filled(
         self, group: Group, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None

@@ -1,4 +1,4 @@
-"""Samples whose gradients one call of the policy accumulates."""
+"""A micro-batch: the samples of one call of `Policy.accumulate`, and how a commit names them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +10,20 @@ from tidemill.services.trainer.groups.sample import Sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Samples for one call of the policy: a bin for each rank (`bins.py`).
+    """Samples in order of training. Where there are several ranks, `bins.split_samples` gives a bin to each.
 
-    Example: `keys` ((7, 0), (7, 3), (8, 1)) are two samples of ticket 7 and one of ticket 8, in order of
-    training.
+    Example: `keys` ((7, 0), (7, 3), (8, 1)) are two samples of ticket 7 and one of ticket 8.
     """
 
     samples: tuple[Sample, ...]
     is_at_start: bool = False
-    """Whether the weights of the step have not moved yet: the proximal policy is the current one, also for
-    samples whose `proximal_logprobs` were computed. The bits must not depend on whether there was time for
-    that."""
+    """Whether the step has not updated the weights yet. Then the policy at the start of the step is the
+    current one, and the column `proximal_logprobs` is not used, also where it was computed: whether there was
+    time for that must not change the result."""
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
-        """The composition: the keys in order."""
+        """By which a commit names it: `Commit.mini_batches` has them."""
         return tuple(sample.key for sample in self.samples)
 
     @property
@@ -37,7 +36,7 @@ class MicroBatch:
 
     @property
     def num_groups(self) -> float:
-        """Groups, of which each sample counts as its share."""
+        """The sum of the samples' shares of their groups: of a group of 4, a sample counts as 0.25."""
         return sum(1.0 / sample.group_size for sample in self.samples)
 
 
@@ -46,23 +45,25 @@ def rebuild(
     samples_by_key: Mapping[TrajectoryKey, Sample],
     is_at_start: bool = False,
 ) -> list[MicroBatch]:
-    """Make the micro-batches that a commit recorded. Raises TidemillError: a trajectory of the composition is
-    not among the samples."""
-    batches: list[tuple[Sample, ...]] = []
-    absent: set[TrajectoryKey] = set()
-    for members in composition:
+    """Make the micro-batches of one mini-batch again, whose keys a commit has recorded.
+
+    Raises:
+        TidemillError: a key is not among the samples.
+    """
+    batches: list[MicroBatch] = []
+    missing: set[TrajectoryKey] = set()
+    for keys in composition:
         samples: list[Sample] = []
-        for ticket, index in members:  # a commit that was read has lists for keys
+        for ticket, index in keys:  # of a commit that was read, a key is a list
             sample = samples_by_key.get((ticket, index))
             if sample is None:
-                absent.add((ticket, index))
+                missing.add((ticket, index))
             else:
                 samples.append(sample)
-        batches.append(tuple(samples))
-    missing = sorted(absent)
+        batches.append(MicroBatch(tuple(samples), is_at_start))
     if missing:
         raise TidemillError(
             f"cannot rebuild a committed step: {len(missing)} of its trajectories are not in the streams, "
-            f"the first is {missing[0]}. Restore a later checkpoint, or the archived streams."
+            f"the first is {min(missing)}. Restore a later checkpoint, or the archived streams."
         )
-    return [MicroBatch(samples, is_at_start) for samples in batches]
+    return batches

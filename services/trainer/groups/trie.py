@@ -112,6 +112,8 @@ class NodeCount:
         """Add a sequence; returns how many of its first tokens it shares."""
         ends = self._ends
         shared = self.shared(common)
+        # How many nodes of the last sequence this one shares; it may share only a part of the last of these,
+        # which is split then.
         kept = bisect_left(ends, shared) + 1 if shared else 0
         if kept and ends[kept - 1] > shared:
             start = ends[kept - 2] if kept > 1 else 0

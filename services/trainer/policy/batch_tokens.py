@@ -88,7 +88,7 @@ class BatchTokens:
         self._columns_of_tiles: list[dict[str, Tensor]] = []
         """[N] of each tile, by name, on the device; made with the first scores."""
         self._shared_of_tiles: dict[str, Sequence[Tensor]] = {}
-        """The same of a sample's numbers, by name."""
+        """[N] of each tile: numbers that all tokens of a sample share (`WEIGHTS` and its like), by name."""
         self._sequences_of_tiles: Sequence[Tensor] = ()
 
     def of_tile(self, number: int, scores: Tile, columns_now: Mapping[str, Tensor]) -> Tokens:

@@ -59,7 +59,7 @@ class TilePictures:
     """The pictures of a tile, as inputs of a pass: `ComputedInputs`."""
 
     pixels: Pixels
-    """Of its different pictures, end to end."""
+    """Pixels of its different pictures, end to end."""
     feature_T: Tensor
     """For each position of the flattened [B * T], the number of its token's feature among those of all
     pictures, end to end; -1 where it stands for none."""

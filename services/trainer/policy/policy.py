@@ -75,12 +75,14 @@ class Policy(Protocol):
         """Name and digest of what makes pixels of pictures; empty in a run of text."""
 
     def accumulate(self, batch: MicroBatch) -> Sums:
-        """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
-        accumulated gradients are undefined: call `zero` and start the step again."""
+        """Add the batch's gradient, unnormalised, to what has been accumulated; returns the batch's sums, its
+        part of the denominator among them. After an exception the accumulated gradients are undefined: call
+        `zero` and start the step again."""
 
     def update(self, denominator: float) -> UpdateResult:
         """Divide by the denominator, clip, and take one optimizer step; start to accumulate again. Skipped
-        where the gradient norm is not finite, or where the denominator is 0."""
+        where there is nothing to train on (no gradient, or a denominator of 0), and where the gradient norm
+        is not finite."""
 
     def coefficients(self) -> Coefficients:
         """The coefficients that the next micro-batch is trained with."""

@@ -86,7 +86,7 @@ class ComputedInputs(Protocol):
         """More arguments for the model, with gradients where its weights are trained."""
 
     def cut(self, columns: "Columns") -> "ComputedInputs":
-        """Those of this rank's columns."""
+        """The inputs of this rank's columns alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -270,18 +270,20 @@ class TransformersPolicy(ExportsWeights):
         return tiles
 
     def _lay_out(self, tile: Tile) -> Tile:
-        """A planned tile, with its tensors and its options' inputs."""
+        """A planned tile, ready for its pass."""
         return self._prepare(lay_out(tile))
 
     def _prepare(self, tile: Tile) -> Tile:
-        """A tile that has tensors, with its options' inputs."""
+        """A tile that has tensors, ready for its pass. Ranks that share a pass cut it to their columns."""
         return self._complete(tile)
 
     def _nothing(self) -> Tile:
-        """A pass of no sample, for ranks that make one beside others: with their calls of all ranks."""
+        """A pass of no sample, for a rank that has none while others make theirs: all ranks take part in the
+        calls within a pass."""
         return self._complete(NOTHING)
 
     def _complete(self, tile: Tile) -> Tile:
+        """A tile that has tensors, with its options' inputs."""
         for option in self.options:
             tile = option.complete_tile(tile)
         return tile
@@ -363,17 +365,15 @@ class TransformersPolicy(ExportsWeights):
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         bound = self._config.optimizer.max_grad_norm
         norms = [finish_gradients(parameters, denominator, bound) for parameters in self._clipped]
-        norm = norms[0]
-        unbounded = [infinite for infinite in norms if not math.isfinite(infinite)]
-        if unbounded:
-            norm = unbounded[0]
+        broken = [norm for norm in norms if not math.isfinite(norm)]
+        if broken:
             self.zero()
-            return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
+            return UpdateResult(broken[0], lr, skipped=True, reason=f"the gradient norm is {broken[0]}")
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
         self._optimizer.step()
         self.zero()
-        return UpdateResult(norm, lr)
+        return UpdateResult(norms[0], lr)
 
     def zero(self) -> None:
         self._sum_held()

@@ -28,9 +28,9 @@ from tidemill.services.console.look.dashboard import dashboard
 from tidemill.services.console.look.exporter import (
     RunReading,
     _set_workers,
-    as_json,
     read_run,
     set_gauges,
+    targets_json,
 )
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
 
@@ -168,7 +168,7 @@ async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporte
     await beat(broker, keys, "reward-0", "reward", port=4712, age_s=GONE_AFTER_S + 5)
     await beat(broker, keys, "odd", "reward", port=0)
     reading = await read_run(snapshots)
-    exported = json.loads(exporter.as_json(keys.run_id, reading, "head:9109"))
+    exported = json.loads(exporter.targets_json(keys.run_id, reading, "head:9109"))
     run = {"run_id": keys.run_id}
     assert exported == [
         {"targets": ["head:9109"], "labels": run | {"service": "exporter"}},
@@ -203,7 +203,7 @@ async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, ke
         beats = await read_heartbeats(broker, keys)
         assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"], written
         _set_workers(beats, ())
-        as_json(keys.run_id, await read_run(SnapshotReader(broker, keys, 0, 0)), "")
+        targets_json(keys.run_id, await read_run(SnapshotReader(broker, keys, 0, 0)), "")
         assert "\x1b" not in drawn(keys, beats), written
 
 

@@ -273,6 +273,32 @@ async def test_anthropic_clients_play_with_tools_and_a_changing_system_prompt(is
         run.check_ids()
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_anthropic_clients_learn_which_stop_sequence_has_ended_an_answer(is_streamed: bool) -> None:
+    # Loops of thought, action and observation go on by it.
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 50, "stop_sequences": ["\nEnd", "\nObs"]}
+    async with opened("so 2\nObservation: lies", "done") as run:
+
+        async def say(*messages: Any) -> anthropic.types.Message:
+            if is_streamed:
+                async with run.anthropic.messages.stream(messages=messages, **asked) as stream:
+                    return await stream.get_final_message()
+            return await run.anthropic.messages.create(messages=messages, **asked)
+
+        first = await say(USER)
+        assert (first.content[0].text, first.stop_reason, first.stop_sequence) == (
+            "so 2",
+            "stop_sequence",
+            "\nObs",
+        )
+        second = await say(USER, {"role": "assistant", "content": "so 2"}, USER)
+        assert (second.content[0].text, second.stop_reason, second.stop_sequence) == (
+            "done",
+            "end_turn",
+            None,
+        )
+
+
 async def test_a_thread_that_the_server_should_keep_is_refused_as_anthropics_client_understands_it() -> None:
     async with opened("never") as run:
         with pytest.raises(anthropic.BadRequestError) as caught:

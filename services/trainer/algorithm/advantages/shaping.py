@@ -29,7 +29,7 @@ def shaped_reward(
 def token_rewards(
     sample: Sample, algorithm: AlgorithmConfig, max_tokens: int, length_penalty: float = 0.0
 ) -> Float64:
-    """The same at the trained tokens. Shape [A]; the sum is the shaped reward.
+    """The shaped reward, divided over the trained tokens. Shape [A]; the sum is `shaped_reward`.
 
     The score falls on the last token, less what the environment gave for single turns, which falls on the
     last trained token of each.

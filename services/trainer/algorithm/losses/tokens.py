@@ -94,14 +94,14 @@ class Tokens:
         model has diverged, and the update is skipped.
         """
         floored = replace(self, logprobs_N=self.logprobs_N.clamp(min=LOGPROB_FLOOR))
-        is_shown_N = self.is_shown_N
+        is_demonstrated_N = self.is_demonstrated_N
         columns = {}
         for name, values_N in self.columns.items():
             column = COLUMNS[name]
             if column.is_floored:
                 values_N = values_N.clamp(min=LOGPROB_FLOOR)
-            if is_shown_N is not None and column.of_demonstration == "current":
-                values_N = torch.where(is_shown_N, floored._current_N(name), values_N)
+            if is_demonstrated_N is not None and column.of_demonstration == "current":
+                values_N = torch.where(is_demonstrated_N, floored._current_N(name), values_N)
             columns[name] = values_N
         return replace(floored, columns=columns, entropies_N=self.of_sampled(self.entropies_N))
 
@@ -139,14 +139,14 @@ class Tokens:
         return (self.logprobs_N + self.log_mass_N).clamp(min=LOGPROB_FLOOR)
 
     @property
-    def is_shown_N(self) -> Tensor | None:
+    def is_demonstrated_N(self) -> Tensor | None:
         """Which tokens are of demonstrations; None where all were sampled."""
         return None if self.imitation_N is None else self.imitation_N > 0
 
     def of_sampled(self, values_N: Tensor) -> Tensor:
         """The values, 0 for demonstrations."""
-        is_shown_N = self.is_shown_N
-        return values_N if is_shown_N is None else values_N.masked_fill(is_shown_N, 0.0)
+        is_demonstrated_N = self.is_demonstrated_N
+        return values_N if is_demonstrated_N is None else values_N.masked_fill(is_demonstrated_N, 0.0)
 
 
 def token_weight(normalisation: Normalisation, num_trained: int, group_trained: int = 0) -> float:

@@ -61,7 +61,7 @@ class ModelSizes:
     layers_bytes: float
     """Kept for the backward pass for each token, in all layers."""
     layer_bytes: float
-    """The same in the layer that keeps the most."""
+    """Kept for each token in the layer that keeps the most."""
     num_layers: int
     copied_bytes: float
     """Kept whatever the number of tokens: weights in the dtype of the products."""
@@ -70,7 +70,7 @@ class ModelSizes:
     experts: int = 0
     """Parameters of experts that ranks can divide (`trainer.expert_ranks`), in all layers."""
     layer_experts: int = 0
-    """The same in the largest layer."""
+    """Parameters of such experts in the largest layer."""
     num_experts: int = 0
     """Such experts of a layer; where layers differ, the greatest common divisor."""
     is_read_whole: bool = False
@@ -81,7 +81,7 @@ class ModelSizes:
     tower_layer_bytes: float = 0.0
     """Kept for each patch of a picture, in the layer of the tower that keeps the most."""
     tower_layers_bytes: float = 0.0
-    """The same in all its layers."""
+    """Kept for each patch in all layers of the tower."""
     tower_hidden: int = 0
     num_tower_layers: int = 0
     config: Any = None

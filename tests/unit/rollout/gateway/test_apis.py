@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.rollout.gateway.apis import response, responses_question
+from tidemill.services.rollout.gateway.apis import responses_answer, responses_question
 from tidemill.services.rollout.gateway.dialogue import Answer, RequestError
 from tidemill.services.rollout.sessions.chat import call_of
 
@@ -22,7 +22,7 @@ def test_functions_of_a_namespace_are_functions_that_have_it_in_their_names() ->
     assert [tool["function"]["name"] for tool in question.tools] == ["close", "agents__close"]
     calls = [call_of(f"call_{name}", name, "{}") for name in ("close", "agents__close")]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
-    items = response(Answer("a", message, "tool_calls", 1, 2), "m", BODY)["output"]
+    items = responses_answer(Answer("a", message, "tool_calls", 1, 2), "m", BODY)["output"]
     assert [(item["name"], item.get("namespace")) for item in items] == [("close", None), ("close", "agents")]
     # What the client sends back is what was said.
     outputs = [{"type": "function_call_output", "call_id": item["call_id"], "output": "7"} for item in items]

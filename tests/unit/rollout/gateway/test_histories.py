@@ -1,7 +1,7 @@
 """Histories that clients send back, on the real templates of well-known models: what was sampled stays."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway import dialogue, histories
-from tidemill.services.rollout.gateway.dialogue import Message, Question, identity
+from tidemill.services.rollout.gateway.dialogue import Identity, Message, Question, identity
 from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 USER = {"role": "user", "content": "Guess."}
 HIGHER = {"role": "user", "content": "Higher."}
@@ -133,6 +134,28 @@ async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched
     await run.say(USER, second, {"role": "user", "content": "Lower."})
     assert run.session.counts == {"forked": 2, "clean": 1}
     assert run.kept() == first["content"]
+
+
+async def test_a_branch_is_seen_also_where_a_history_before_it_is_removed_meanwhile() -> None:
+    # A long question is looked up on a thread, while the loop removes the history of a turn that has failed.
+    end = "<|im_end|>"
+    run = Run("qwen3", f"It may be 50{end}", f"It may be 75{end}", f"80{end}")
+    await run.session.answer(Question((USER,)), is_retry=False)
+    second = (await run.session.answer(Question((USER,)), is_retry=False)).message
+    await run.say(USER, second, HIGHER)
+    of_session = run.session.histories
+
+    class RemovedWhenRead(list[Identity]):
+        def __iter__(self) -> Iterator[Identity]:
+            if failed in of_session.all:
+                of_session.all.remove(failed)
+            return super().__iter__()
+
+    failed = histories.RecordedHistory(SegmentRecorder([1]), identities=RemovedWhenRead(), is_busy=True)
+    of_session.all.insert(1, failed)
+    question = Question((USER, second, {"role": "user", "content": "Lower."}))
+    assert of_session.find(question).kind == "forked"
+    assert failed not in of_session.all
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_each_step_has_its_share_of_demonstrations(weights):
     for step in range(1, 60):
         num_shown = 4 * step - plan.num_tickets(step)
         assert abs(num_shown - share * 4 * step) < len(weights)
-        assert sum(len(plan.places.tickets(earlier)) for earlier in range(step)) == num_shown
+        assert sum(len(plan.demonstration_places.tickets(earlier)) for earlier in range(step)) == num_shown
         first = plan.num_tickets(step - 1)
         assert all(plan.step_of(n) == step - 1 for n in range(first, plan.num_tickets(step)))
 
@@ -291,13 +291,16 @@ def test_each_step_has_its_share_of_demonstrations(weights):
 def test_a_demonstration_follows_from_its_number_alone():
     plan = plan_of({"shown": 1})
     second_plan = plan_of({"shown": 1})
-    numbers = plan.places.tickets(3)
+    numbers = plan.demonstration_places.tickets(3)
     assert numbers == [FIRST_DEMONSTRATION + index for index in range(12, 16)]
-    trajectories = [plan.places.trajectory(number) for number in numbers]
+    trajectories = [plan.demonstration_places.trajectory(number) for number in numbers]
     assert [trajectory.step for trajectory in trajectories] == [3] * 4
     assert [trajectory.min_version for trajectory in trajectories] == [2] * 4
-    assert trajectories == [second_plan.places.trajectory(number) for number in numbers]
-    epoch = [plan.places.trajectory(FIRST_DEMONSTRATION + index).completion_ids[0] for index in range(5)]
+    assert trajectories == [second_plan.demonstration_places.trajectory(number) for number in numbers]
+    epoch = [
+        plan.demonstration_places.trajectory(FIRST_DEMONSTRATION + index).completion_ids[0]
+        for index in range(5)
+    ]
     assert sorted(epoch) == [3, 4, 5, 6, 7], "each row once"
 
 
