@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.common.digits import few_digits
 from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START, times_of
 from tidemill.common.process.heartbeats import FAILING_SHARE, Heartbeat
 
@@ -358,8 +359,7 @@ def _advice_on_workers(evidence: Evidence, role: str, step_with_one_more_s: dict
             "unused. Make scores faster, or raise trainer.max_staleness so that more of them are under way."
         )
     if role in step_with_one_more_s and evidence.step_s:
-        return (
-            f"With one more {role} worker a step would take {step_with_one_more_s[role]:.3g} s instead of "
-            f"{evidence.step_s:.3g} s, at best."
-        )
+        shorter_s = few_digits(step_with_one_more_s[role])
+        step_s = few_digits(evidence.step_s)
+        return f"With one more {role} worker a step would take {shorter_s} s instead of {step_s} s, at best."
     return f"Add {role} workers; they may join now."
