@@ -451,7 +451,9 @@ def load_function(
         called = recognise(method, {}, f"{reference}.compute_score", "verl", has_pictures)
         how = replace(called, style=Style.CLASS)
         post_process = getattr(function, "post_process_scores", None)
-        return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
+        return RewardFunction(
+            reference, method, how, kwargs, tokenizer=tokenizer, is_made=True, post_process=post_process
+        )
     if not callable(function):
         made_type = type(function).__name__
         raise ConfigError(f"reward.function {reference} made {made_type}, which cannot be called")
