@@ -65,7 +65,8 @@ async def attempt(
         attempts.end("")
         return result
 
-    return await retried(timed, attempts.pause_after), attempts.tries_if_several
+    first_result = await retried(timed, attempts.pause_after)
+    return first_result, attempts.tries_if_several
 
 
 class _Attempts:

@@ -187,7 +187,9 @@ _DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
 
 
 OnEnd = Callable[[RewardOutcome | None], None]
+"""Called when an attempt that `Reward.begin` has begun ends, with its outcome; None where it failed."""
 BreakOff = Callable[[], None]
+"""Cancels such an attempt."""
 
 
 class Reward(ABC):

@@ -481,13 +481,13 @@ class LoopCalls:
             self._send_from = now + gather_s * EARLIEST_SHARE
         answer["id"] = number
         self._answers.append(answer)
-        if now >= self._send_from:
-            gather_s = 0.0
-        if gather_s == 0.0 and not self._is_sending:
+        if self._is_sending:
+            return
+        if gather_s == 0.0 or now >= self._send_from:
             self._is_sending = True
             # In the next iteration: after the calls that end in this one.
             self._loop.call_soon(self._send_answers)
-        elif self._send_timer is None and not self._is_sending:
+        elif self._send_timer is None:
             self._send_timer = self._loop.call_at(now + gather_s, self._send_answers)
 
     @_ending_on_error
