@@ -1,4 +1,4 @@
-"""Samples whose gradients one call of the policy accumulates."""
+"""What one call of the policy trains on: it adds the gradients of these samples to those before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tidemill.services.trainer.groups.sample import Sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Samples for one call of the policy: a bin for each rank (`bins.py`).
+    """Samples for one call of the policy, of all ranks: each takes its share (`bins.py`).
 
     Example: `keys` ((7, 0), (7, 3), (8, 1)) are two samples of ticket 7 and one of ticket 8, in order of
     training.
@@ -18,9 +18,9 @@ class MicroBatch:
 
     samples: tuple[Sample, ...]
     is_at_start: bool = False
-    """Whether the weights of the step have not moved yet: the proximal policy is the current one, also for
-    samples whose `proximal_logprobs` were computed. The bits must not depend on whether there was time for
-    that."""
+    """Whether the weights of the step have not moved yet. Then the proximal policy is the current one, and
+    `proximal_logprobs` are not read: some samples have them, computed while the trainer waited, and the bits
+    must not depend on whether there was time for that."""
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
@@ -37,7 +37,7 @@ class MicroBatch:
 
     @property
     def num_groups(self) -> float:
-        """Groups, of which each sample counts as its share."""
+        """Groups: each sample counts as its share of its own, so 3 of 4 samples are 0.75."""
         return sum(1.0 / sample.group_size for sample in self.samples)
 
 
