@@ -277,17 +277,13 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
         ConfigError: one of them cannot be loaded or called as configured.
     """
     cache = RewardCache(dependencies.broker, dependencies.keys, config.cache_mb << 20)
-    rewards = [
-        NamedReward(
-            name,
-            named,
-            make_reward(name, named, dependencies),
-            cache if named.is_cached else None,
-            dependencies.config.servers.get(named.servers),
-        )
-        for name, named in config.named.items()
-    ]
-    return WeightedSum(rewards, bool(config.rewards))
+    rewards: list[NamedReward] = []
+    for name, named in config.named.items():
+        reward = make_reward(name, named, dependencies)
+        # A function asks the servers of its router: what they serve decides its result, too.
+        servers = dependencies.config.servers.get(named.servers or named.router)
+        rewards.append(NamedReward(name, named, reward, cache if named.is_cached else None, servers))
+    return WeightedSum(rewards, is_named=bool(config.rewards))
 
 
 def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s: float) -> Score:
