@@ -306,7 +306,7 @@ def _reasons(evidence: Evidence, stage: str) -> str:
         felt = [
             f"{role} {share(role, WAIT_REDIS):.0%}" for role in ROLES if share(role, WAIT_REDIS) > NEGLIGIBLE
         ]
-        takes = f"; a command takes {1000 * evidence.redis_s:.3g} ms" if evidence.redis_s else ""
+        takes = f"; a command takes {few_digits(1000 * evidence.redis_s)} ms" if evidence.redis_s else ""
         return f"Redis is the bottleneck: of their time, processes wait for it: {', '.join(felt)}{takes}"
     if stage == "trainer":
         parts = _largest_first(evidence.shares["trainer"])

@@ -49,7 +49,7 @@ def size(num_bytes: float) -> str:
 
 def number(value: float | None) -> str:
     """A number with few digits; a dash where there is none."""
-    return NOTHING if value is None else f"{value:.4g}"
+    return NOTHING if value is None else few_digits(value, 4)
 
 
 def share(value: float | None) -> str:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.common.digits import few_digits
 from tidemill.services.console.text.formats import (
     NOTHING,
     printable,
@@ -105,7 +106,7 @@ def shown(value: Any, unit: str = "", is_full: bool = False) -> str:
     if unit in FORMATS:
         return FORMATS[unit](value)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return few_digits(value, 4)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, np.ndarray):

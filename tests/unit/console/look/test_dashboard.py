@@ -367,6 +367,7 @@ def test_sizes_shares_and_times_have_no_exponents() -> None:
         "0 B", "999 B", "999 kB", "1 MB", "1.2 GB", "1 TB", "1,234 TB",
     ]  # fmt: skip
     assert [share(value) for value in (9.999, 12.345)] == ["1,000%", "1,234%"]
+    assert [shown(value) for value in (0.12345, 9999.0, 12345.6)] == ["0.1235", "9999", "12,346"]
     points = [StepPoint(1, {"step_time_s": 127.0}, 0.0)]
     slow = RunSnapshot("run-1", steps=10, max_staleness=1, points=points)
     assert "127 s a step" in pace(slow)
