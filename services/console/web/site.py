@@ -21,7 +21,7 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.history import History
 from tidemill.services.console.look import sessions
 from tidemill.services.console.text.formats import plural, share, size, took, when
-from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, gathered, jsonable, shown
+from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, jsonable, lines_together, value_text
 from tidemill.services.console.web import texts
 from tidemill.services.console.web.runs import Catalog, WatchedRun
 from tidemill.services.console.web.texts import sendable, visible
@@ -70,14 +70,14 @@ class Site:
             "visible": visible,
             "words": words,
             "dots": dots,
-            "gathered": gathered,
+            "lines_together": lines_together,
             "zip": zip,
             "moment": when,
             "bytes": size,
             "duration": took,
             "percent": share,
             "counted": plural,
-            "shown": shown_safely,
+            "value_markup": value_markup,
         }
         self._templates.globals |= {
             "span": texts.span, "num_tokens": sessions.num_completion_tokens, "most_parts": MAX_PARTS,
@@ -148,10 +148,10 @@ def _beside_line(number: int) -> int:
     return -distance if number % 2 else distance
 
 
-def shown_safely(node: Node, kind: str = "text") -> Markup:
+def value_markup(node: Node, kind: str = "text") -> Markup:
     """The value of a node; `kind` is "cell" in a table."""
     limit = MAX_CELL_CHARACTERS if kind == "cell" else MAX_CHARACTERS["text"]
-    return visible(shown(node.value, node.unit), limit)
+    return visible(value_text(node.value, node.unit), limit)
 
 
 def words(value: Any, limit: int = MAX_WORDS_CHARACTERS) -> Markup:

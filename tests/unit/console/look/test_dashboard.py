@@ -32,7 +32,7 @@ from tidemill.services.console.run.end import RunEnd, write_end
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.service_status import ServiceStatus
 from tidemill.services.console.text.formats import in_columns, printable, share, size
-from tidemill.services.console.text.tree import shown
+from tidemill.services.console.text.tree import value_text
 from tidemill.services.console.up.views import PlainView
 
 NAN = float("nan")
@@ -57,7 +57,9 @@ def beat(
 
 
 def lines(run: RunSnapshot) -> dict[str, str]:
-    return {line.label: shown(line.value, line.unit) for line in (*learning_lines(run), *flow_lines(run))}
+    return {
+        line.label: value_text(line.value, line.unit) for line in (*learning_lines(run), *flow_lines(run))
+    }
 
 
 def printed(run: RunSnapshot, width: int = 80, **options: Any) -> str:
@@ -174,7 +176,7 @@ def test_a_process_is_shown_as_its_supervisor_and_its_heartbeat_know_it() -> Non
     def states() -> dict[str, tuple[str, str]]:
         states_by_process = {}
         for row in process_table(run, services).children:
-            cells = {cell.label: shown(cell.value) for cell in row.children}
+            cells = {cell.label: value_text(cell.value) for cell in row.children}
             states_by_process[cells["process"]] = (cells["state"], cells["what for"])
         return states_by_process
 
@@ -367,7 +369,7 @@ def test_sizes_shares_and_times_have_no_exponents() -> None:
         "0 B", "999 B", "999 kB", "1 MB", "1.2 GB", "1 TB", "1,234 TB",
     ]  # fmt: skip
     assert [share(value) for value in (9.999, 12.345)] == ["1,000%", "1,234%"]
-    assert [shown(value) for value in (0.12345, 9999.0, 12345.6)] == ["0.1235", "9999", "12,346"]
+    assert [value_text(value) for value in (0.12345, 9999.0, 12345.6)] == ["0.1235", "9999", "12,346"]
     points = [StepPoint(1, {"step_time_s": 127.0}, 0.0)]
     slow = RunSnapshot("run-1", steps=10, max_staleness=1, points=points)
     assert "127 s a step" in pace(slow)
