@@ -399,7 +399,7 @@ class RewardLane(LaneWorker[Trajectory]):
         self._start_task(delivery)
 
     def _start_task(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> asyncio.Task[bool]:
-        task = self.begin(delivery, self._score(delivery, began_at))
+        task = self.begin_task(delivery, self._score(delivery, began_at))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
         task.add_done_callback(self._finish)
         return task
