@@ -262,16 +262,18 @@ class ProcessPool:
 
         def end(outcomes: list[RewardOutcome] | None, error: Exception | None) -> None:
             self._leave(process)
+            if outcomes is None and error is None:
+                return  # broken off: nobody waits
             if outcomes is not None and len(outcomes) == 1:
                 on_end(outcomes[0])
-            elif error is not None or outcomes is not None:
-                trajectory = request.samples[0].trajectory
-                reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
-                self._failed[id(trajectory)] = (trajectory, reason)
-                # Some are never asked for: their leases were lost meanwhile.
-                while len(self._failed) > MAX_REMEMBERED_CALLS:
-                    self._failed.popitem(last=False)
-                on_end(None)
+                return
+            trajectory = request.samples[0].trajectory
+            reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
+            self._failed[id(trajectory)] = (trajectory, reason)
+            # Some are never asked for: their leases were lost meanwhile.
+            while len(self._failed) > MAX_REMEMBERED_CALLS:
+                self._failed.popitem(last=False)
+            on_end(None)
 
         try:
             return process.begin(request, timeout_s, end)
@@ -426,6 +428,7 @@ def _identity(request: Request) -> object:
 
 
 EndOfCall = Callable[[list[RewardOutcome] | None, Exception | None], None]
+"""Gets the outcomes of a call, or why there are none; neither where it was broken off."""
 
 
 class BegunCall(Answer):
