@@ -146,13 +146,11 @@ class RewardConfig(RewardLimits, FunctionConfig):
         """Every reward of the run by name; `function` goes by its own name, under this section's limits."""
         if self.rewards:
             return self.rewards
-        shared = {
-            name: getattr(self, name)
-            for name in NamedRewardConfig.model_fields
-            if name in RewardConfig.model_fields
-        }
         assert self.function is not None  # `_fill` sees to it
-        return {self.function.rpartition(":")[2]: NamedRewardConfig(**shared)}
+        name = self.function.rpartition(":")[2]
+        shared_fields = NamedRewardConfig.model_fields.keys() & RewardConfig.model_fields.keys()
+        fields = {field: getattr(self, field) for field in shared_fields}
+        return {name: NamedRewardConfig(**fields)}
 
     @property
     def teachers(self) -> dict[str, NamedRewardConfig]:
@@ -171,8 +169,10 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     def teacher_of(self, data_source: str, source: str = "") -> tuple[str, NamedRewardConfig] | None:
         """Name and config of the teacher of a data source in training; None where it has none."""
-        matches = (item for item in self.teachers.items() if item[1].scores_source(data_source, source))
-        return next(matches, None)
+        for name, teacher in self.teachers.items():
+            if teacher.scores_source(data_source, source):
+                return name, teacher
+        return None
 
     @model_validator(mode="before")
     @classmethod
@@ -186,7 +186,10 @@ class RewardConfig(RewardLimits, FunctionConfig):
         if not isinstance(rewards, dict):
             return tree
         limits = {name: tree[name] for name in RewardLimits.model_fields if name in tree}
-        filled = {n: {**limits, **r} if isinstance(r, dict) else r for n, r in rewards.items()}
+        filled = {}
+        for name, reward in rewards.items():
+            # What is no section is refused later, by name.
+            filled[name] = {**limits, **reward} if isinstance(reward, dict) else reward
         return {**tree, "rewards": filled}
 
     def rules(self) -> Rules:
@@ -244,6 +247,7 @@ def blind_because(reward: NamedRewardConfig, servers: Mapping[str, ServersConfig
 
 def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
     """Checks that the servers which rewards name exist, and suit all rewards that ask them."""
+    # Only the first problem is asked for: what stands below one may rely on what it checks.
     for name, reward in config.named.items():
         wanted = reward.servers or reward.router
         field = f"{reward.kind}.servers" if reward.servers else "router"
@@ -259,9 +263,11 @@ def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> 
         asking = config.asking(name)
         if local is None or local.command:
             continue
-        kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
-        kind = next(iter(kinds))[0] if kinds else "function"
-        if len(kinds) > 1:
+        # Servers that no reward names are asked by functions, through a router.
+        kinds = {reward.kind for reward in asking.values()} or {"function"}
+        heads = {reward.model.head for reward in asking.values() if reward.model}
+        kind = next(iter(kinds))
+        if len(kinds) > 1 or len(heads) > 1:
             yield (
                 f"servers.{name}.local would have to be different servers for "
                 f"{' and '.join(sorted(asking))}: give each a section of its own"

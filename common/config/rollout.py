@@ -28,7 +28,9 @@ class EngineTraits(NamedTuple):
 
 ENGINES = {
     "vllm": EngineTraits("vllm:VllmEngine", package="vllm", reserves_gpu_memory=True),
-    "transformers": EngineTraits("transformers:TransformersEngine", samples_all_models=False, leaves_gpu=False),
+    "transformers": EngineTraits(
+        "transformers:TransformersEngine", samples_all_models=False, leaves_gpu=False
+    ),
     "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
 }
 """Engines by `rollout.engine`. No other code compares these names: a new engine is a file and a row."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.data.arrow_values import Convert, convert, converter_of
-from tidemill.common.data.row_file import Located, RowFile, check_names
+from tidemill.common.data.row_file import Located, RowFile, check_column_names
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.hub import told_while_waiting
 
@@ -111,7 +111,7 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
 def _converters_of(schema: Any) -> dict[str, Convert | None]:
     """Column -> how its values become plain ones. Raises ValueError: two columns have one name."""
-    check_names(schema.names)
+    check_column_names(schema.names)
     return {field.name: converter_of(field.type) for field in schema}
 
 

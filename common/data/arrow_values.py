@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.common.data.row_file import check_names, parse_json
+from tidemill.common.data.row_file import check_column_names, parse_json
 
 Convert = Callable[[Any], Any]
 
@@ -82,7 +82,7 @@ def _converter_of_map(kind: Any) -> Convert:
 
 def _converter_of_struct(kind: Any) -> Convert | None:
     fields = [kind.field(number) for number in range(kind.num_fields)]
-    check_names([field.name for field in fields])
+    check_column_names([field.name for field in fields])
     converters = {field.name: converter_of(field.type) for field in fields}
     if not any(converters.values()):
         return None

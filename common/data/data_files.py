@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tidemill.common.data.row_file import Located, RowFile, check_names, in_words, parse_json
+from tidemill.common.data.row_file import Located, RowFile, check_column_names, in_words, parse_json
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
 
@@ -214,7 +214,7 @@ def _read_table(file: Path) -> Iterator[Located]:
         while True:
             try:
                 if rows.fieldnames is not None:  # the first line is read now, if it was not
-                    check_names(rows.fieldnames)
+                    check_column_names(rows.fieldnames)
                     origin = f"{file} line {rows.line_num + 1}"
                 row = next(rows, None)
             except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Files of rows: what readers of all kinds have in common."""
+"""What readers of all kinds of data sets share: a row with its origin, checks, and words for messages."""
 
 import json
 from abc import ABC, abstractmethod
@@ -6,7 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 Located = tuple[str, dict[str, Any]]
-"""A row's origin, for messages, and its columns."""
+"""A row's origin, for messages, and its columns: ("train.jsonl line 3", {"prompt": "2+2="})."""
+
+_TYPES_IN_WORDS = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+MAX_SHOWN = 40
+"""Characters of a value in a message."""
 
 
 class RowFile(ABC):
@@ -24,7 +35,7 @@ class RowFile(ABC):
         return (self[index] for index in range(len(self)))
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_column_names(names: Sequence[str]) -> None:
     """Raises ValueError: two columns have one name, so that one of them would hide the other."""
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
@@ -32,27 +43,19 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def in_words(value: Any) -> str:
-    """Describes a value in a message: its type, and the beginning of its `repr`."""
+    """A value as messages show it: its type, and the beginning of its `repr`, such as `a number 3`."""
     if value is None:
         return "null"
-    number = "a number"
-    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
+    kind = _TYPES_IN_WORDS.get(type(value), type(value).__name__)
     text = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not valid JSON (then a `JSONDecodeError`), or an object has a key twice, of which
-            Python's parser would keep the last one.
-        RecursionError: it is nested too deep.
-    """
-    return _DECODER.decode(text)
+    if len(text) > MAX_SHOWN:
+        text = text[: MAX_SHOWN - 3] + "..."
+    return f"{kind} {text}"
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises ValueError: a key is there twice, of which Python's parser
+    would keep the last one."""
     columns = dict(pairs)
     if len(columns) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -62,3 +65,13 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not valid JSON (then a `JSONDecodeError`), or an object has a key twice.
+        RecursionError: it is nested too deep.
+    """
+    return _DECODER.decode(text)

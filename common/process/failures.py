@@ -17,6 +17,8 @@ OTHER = "other causes"
 
 _LINE = re.compile(r"\(([^()]+, line \d+)\)")
 """`(my_reward.py, line 4)`, anywhere in a reason."""
+_LAST_LINE = re.compile(r" \([^()]+, line \d+\)$")
+"""The same at its end, where an exception's line stands."""
 _EXCEPTION = re.compile(r"\s*([A-Za-z_][\w.]*):")
 """`KeyError:`, at the beginning of a reason."""
 
@@ -52,12 +54,25 @@ class FailureLog:
             cause = OTHER
             key = (subject, kind, cause)
         failure = self._failures.setdefault(key, Failure(subject, kind, "", cause=cause))
-        failure.reason = " ".join(reason.split())[:MAX_REASON_CHARS]
+        failure.reason = shorten(reason, MAX_REASON_CHARS)
         failure.count += count
 
     @property
     def failures(self) -> list[Failure]:
         return list(self._failures.values())
+
+
+def shorten(reason: str, limit: int) -> str:
+    """A reason in one line of at most `limit` characters. The line of code at its end stays.
+
+    Of 35 characters: `ValueError: no digi… (f.py, line 4)`.
+    """
+    text = " ".join(reason.split())
+    if len(text) <= limit:
+        return text
+    last_line = _LAST_LINE.search(text)
+    end = "…" if last_line is None else f"…{last_line[0]}"
+    return text[: max(0, limit - len(end))] + end[:limit]
 
 
 def cause_of(reason: str) -> str:
@@ -67,15 +82,17 @@ def cause_of(reason: str) -> str:
     | reason | cause |
     |---|---|
     | `KeyError: 'a' (f.py, line 4)` | `KeyError (f.py, line 4)` |
+    | `SyntaxError: bad (<string>, line 1) (f.py, line 4)` | `SyntaxError (f.py, line 4)` |
     | `no number was returned (f.py, line 4)` | `f.py, line 4` |
     | `HTTP 503 after 20 s` | `HTTP # after # s` |
     """
-    line = _LINE.search(reason)
+    lines = _LINE.findall(reason)
     exception = _EXCEPTION.match(reason)
-    if line is not None and exception is not None:
-        return f"{exception[1]} ({line[1]})"
-    if line is not None:
-        return line[1]
+    if lines and exception is not None:
+        # The last one is where it was raised: a line before it is a part of the exception's text.
+        return f"{exception[1]} ({lines[-1]})"
+    if lines:
+        return str(lines[0])
     return re.sub(r"\d+", "#", reason)[:MAX_CAUSE_CHARS]
 
 

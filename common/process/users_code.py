@@ -70,31 +70,32 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        file_name = Path(frames[-1].filename).name
-        line = frames[-1].lineno
-        said = str(error)[:500]
+        problem = str(error)[:500]
+        line = raised_at(error)
         if isinstance(error, SyntaxError):
-            file_name = Path(error.filename or origin).name
-            line = error.lineno
-            said = error.msg  # the text of the error names the place, too
+            problem = error.msg  # the text of the error names the line, too
+            line = f"{Path(error.filename or origin).name}, line {error.lineno}"
         raise ConfigError(
-            f"{where}: importing it failed: {type(error).__name__}: {said} "
-            f"({file_name}, line {line}). It must be importable by {sys.executable} on every machine that "
-            "runs it"
+            f"{where}: importing it failed: {type(error).__name__}: {problem} ({line}). "
+            f"It must be importable by {sys.executable} on every machine that runs it"
         ) from error
     noun = f"{kind} " if kind else ""
     for attribute in name.split("."):
         if not hasattr(target, attribute):
-            defined = [key for key in vars(target) if key[:1] != "_"] if hasattr(target, "__dict__") else []
-            close = difflib.get_close_matches(attribute, defined, n=1)
-            functions = (
-                ", ".join([name for name in defined if callable(getattr(target, name))][:10]) or "none"
-            )
-            hint = f"did you mean {close[0]!r}?" if close else f"its functions: {functions}"
+            hint = _hint_at_names(target, attribute)
             raise ConfigError(f"{where}: {origin} has no {noun}{attribute!r}; {hint}")
         target = getattr(target, attribute)
     return target
+
+
+def _hint_at_names(target: Any, attribute: str) -> str:
+    """What a module or class has in place of the attribute: one with a similar name, else its functions."""
+    names = [name for name in getattr(target, "__dict__", ()) if not name.startswith("_")]
+    close = difflib.get_close_matches(attribute, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    functions = [name for name in names if callable(getattr(target, name))]
+    return f"its functions: {', '.join(functions[:10]) or 'none'}"
 
 
 def _load_file(where: str, file: str) -> ModuleType:

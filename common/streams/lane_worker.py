@@ -192,7 +192,7 @@ class LaneWorker(ABC, Generic[M]):
             task.cancel()
         self._reading.clear()
 
-    def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    def begin_task(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which is cancelled when the lease is lost to another worker."""
         task = self._tasks.create_task(work)
         self.running.add(task)

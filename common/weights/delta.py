@@ -1,13 +1,15 @@
-"""Delta files: the changed elements of one rank's shard, with their new values, in checkpoint coordinates.
+"""Delta files: the changed elements of one rank's shard, with their new values. Names and positions are those
+of the checkpoint, whatever the rank's shard looks like.
 
 A delta is a safetensors file. Each of its tensors is one record, a zlib stream of bytes; the metadata have
-the tensor that a record changes, its start, and the number of elements. A record lies within one window of
-`WINDOW` flat positions of one tensor, so a reader holds one window, never a tensor.
+its `Header`. A record lies within one window of `WINDOW` flat positions of one tensor, so a reader holds one
+window, never a tensor.
 
-A sparse record holds gaps, then values: the first gap counts from `start`, each other from the position
-before it. A dense one holds the values of consecutive elements. Both are written as byte planes (all low
-bytes, then the next ones): the upper bytes of gaps and values repeat, so they compress to little. Values
-overwrite: applying a record twice does no harm.
+A sparse record holds gaps, then values: a gap counts from the position before it, and the first one is 0. A
+dense record holds the values of consecutive elements. The positions 7, 9 and 14: start 7, gaps 0, 2, 5.
+
+Gaps and values are written as byte planes (all low bytes, then the next ones): their upper bytes repeat, so
+they compress to little. Values overwrite: applying a record twice does no harm.
 """
 
 import json
@@ -16,6 +18,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,9 @@ WINDOW = 1 << 22
 """Positions that a record may span: it lies within [n * WINDOW, (n + 1) * WINDOW)."""
 GAP = np.dtype("<u4")
 Positions = np.ndarray[Any, np.dtype[np.int64]]
+Header = tuple[str, str, tuple[int, ...], int, int, bool]
+"""Name, dtype and shape of a record's tensor, then `start`, `count` and `is_sparse` as `Record` has them:
+("model.norm.weight", "BF16", (576,), 7, 3, True)."""
 
 
 def delta_name(rank: int, size: int) -> str:
@@ -77,7 +83,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """The place of a record in its tensor; `payload` is mapped, so its bytes stay on disk until `patch`.
+    """The place of a record in its tensor; `payload` is mapped, so its bytes stay on disk until `decode`.
 
     Example: `start` 1, `count` 2, sparse: two elements from position 1 on; the payload has their gaps and
     values.
@@ -100,8 +106,8 @@ class Record:
         """First position after its window, or after the tensor."""
         return min(self.info.num_elements, (self.window + 1) * WINDOW)
 
-    def patch(self) -> Patch:
-        """Its decoded values and positions. Raises WeightsError: they are damaged."""
+    def decode(self) -> Patch:
+        """Its values and positions. Raises WeightsError: they are damaged."""
         try:
             return self._unpacked()
         except (ValueError, zlib.error) as error:
@@ -109,7 +115,7 @@ class Record:
 
     def _unpacked(self) -> Patch:
         dtype = self.info.bits_dtype
-        num_gap_bytes = self.count * GAP.itemsize * self.is_sparse
+        num_gap_bytes = self.count * GAP.itemsize if self.is_sparse else 0
         num_bytes = num_gap_bytes + self.count * dtype.itemsize
         unpacker = zlib.decompressobj()
         # At most one byte more than expected: memory is bounded for a damaged stream.
@@ -132,23 +138,25 @@ class DeltaWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places: list[tuple[str, str, tuple[int, ...], int, int, bool]] = []
+        self._headers: list[Header] = []
         self._payloads: list[bytes] = []
 
     def add(self, info: TensorInfo, positions: Positions, values: Bits) -> None:
         """Changed elements anywhere in a tensor: flat positions, strictly ascending, and their values."""
         if not len(positions):
             return
-        first = int(positions[0]) // WINDOW
-        last = int(positions[-1]) // WINDOW
-        bounds = np.searchsorted(positions, np.arange(first + 1, last + 1) * WINDOW)
-        pairs = zip(np.split(positions, bounds), np.split(values, bounds), strict=True)
-        for window_positions, new in pairs:
+        first_window = int(positions[0]) // WINDOW
+        last_window = int(positions[-1]) // WINDOW
+        # Where in `positions` each window after the first begins.
+        begins = np.searchsorted(positions, np.arange(first_window + 1, last_window + 1) * WINDOW)
+        pairs = zip(np.split(positions, begins), np.split(values, begins), strict=True)
+        for window_positions, window_values in pairs:
             if len(window_positions):
                 start = int(window_positions[0])
                 # Below WINDOW, so 32 bits hold them.
                 gaps = np.diff(window_positions, prepend=start).astype(GAP)
-                self._add(info, start, len(window_positions), True, _planes(gaps) + _planes(new))
+                content = _planes(gaps) + _planes(window_values)
+                self._add(info, start, len(window_positions), True, content)
 
     def add_run(self, info: TensorInfo, start: int, values: Bits) -> None:
         """The values of consecutive elements, changed or not."""
@@ -162,7 +170,7 @@ class DeltaWriter:
 
     def write(self) -> WeightFile:
         """Write the file; the caller flushes it to disk when it publishes the folder."""
-        records = json.dumps(self._places, separators=(",", ":"))
+        records = json.dumps(self._headers, separators=(",", ":"))
         metadata = {"records": records, "checksum": _checksum(records)}
         infos = [TensorInfo(_name(i), "U8", (len(data),)) for i, data in enumerate(self._payloads)]
         head, _ = safetensors_layout(infos, metadata)
@@ -175,24 +183,28 @@ class DeltaWriter:
                 num_bytes += len(data)
         return WeightFile(name=self.path.name, num_bytes=num_bytes, checksum=checksum.hexdigest())
 
-    def _add(self, info: TensorInfo, start: int, count: int, is_sparse: bool, data: bytes) -> None:
-        # Planes have few repeats other than runs: Huffman codes and runs alone are 3 times as fast.
-        packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
-        self._places.append((info.name, info.dtype, info.shape, start, count, is_sparse))
-        self._payloads.append(packer.compress(data) + packer.flush())
+    def _add(self, info: TensorInfo, start: int, count: int, is_sparse: bool, content: bytes) -> None:
+        self._headers.append((info.name, info.dtype, info.shape, start, count, is_sparse))
+        # Planes have few repeats other than runs: Huffman codes and runs alone (Z_RLE) are 3 times as fast.
+        packer = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
+        self._payloads.append(packer.compress(content) + packer.flush())
 
 
 def read_delta(path: Path) -> list[Record]:
     """The records of one file, in order. Raises WeightsError, with file and fault: no delta, or damaged."""
     try:
         metadata = read_metadata(path)
+        if not metadata.keys() >= {"records", "checksum"}:
+            raise ValueError("it is no delta: its metadata lack records and their checksum")
         if metadata["checksum"] != _checksum(metadata["records"]):
-            raise ValueError("what it says of its records is damaged")
+            raise ValueError("the headers of its records are damaged")
         payloads = {info.name: bits for info, bits in read_safetensors(path)}
-        places = enumerate(json.loads(metadata["records"]))
-        return [_record(path, payloads[_name(number)], header) for number, header in places]
+        headers = json.loads(metadata["records"])
+        if len(payloads) != len(headers):
+            raise ValueError(f"it has {len(payloads)} records, and headers of {len(headers)}")
+        return [_record(path, payloads[_name(number)], header) for number, header in enumerate(headers)]
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"delta file {path}: {error!r}.") from None
+        raise WeightsError(f"delta file {path}: {error}.") from None
 
 
 def _record(path: Path, payload: Bits, header: list[Any]) -> Record:
@@ -214,14 +226,14 @@ def merge(deltas: Sequence[Sequence[Path]]) -> Iterator[Patch]:
     """
     windows: dict[tuple[str, int], list[Record]] = defaultdict(list)
     infos: dict[str, TensorInfo] = {}
-    for path in [path for paths in deltas for path in paths]:
+    for path in chain.from_iterable(deltas):
         for record in read_delta(path):
             earlier = infos.setdefault(record.info.name, record.info)
             if earlier != record.info:
                 raise WeightsError(f"{path}: {record.info} was {earlier} in an earlier delta.")
             windows[record.info.name, record.window].append(record)
     for key in sorted(windows):
-        yield _merged([record.patch() for record in windows[key]])
+        yield _merged([record.decode() for record in windows[key]])
 
 
 def _merged(patches: Sequence[Patch]) -> Patch:
@@ -270,11 +282,17 @@ def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: 
     """
     # Copies, never the base itself: other chains begin with it.
     copies = [Path(shutil.copyfile(path, folder / path.name)) for path in base]
+    if not deltas:
+        return copies
     tensors: dict[str, tuple[TensorInfo, Bits]] = {}
-    for path in copies if deltas else ():
-        tensors |= {info.name: (info, bits) for info, bits in read_safetensors(path, "r+")}
+    for path in copies:
+        # Mapped: what `apply` writes to `bits` goes to the copy.
+        for info, bits in read_safetensors(path, "r+"):
+            tensors[info.name] = (info, bits)
     for patch in merge(deltas):
-        info, bits = tensors.get(patch.info.name, (None, np.empty(0)))
+        if patch.info.name not in tensors:
+            raise WeightsError(f"a delta changes {patch.info}, which the full version does not have.")
+        info, bits = tensors[patch.info.name]
         if info != patch.info:
             raise WeightsError(f"a delta changes {patch.info}; the full version has {info}.")
         patch.apply(bits)
@@ -282,9 +300,9 @@ def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: 
 
 
 def check_whole(paths: Sequence[Path], manifest: WeightManifest) -> None:
-    """Check full files against their version's digest (not an older release's). Raises WeightsError."""
+    """Check full files against their version's digest. Raises WeightsError."""
     if not is_additive(manifest.digest):
-        return
+        return  # of an older release, over weights that these files do not have
     digest = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
     if digest != manifest.digest:
         raise WeightsError(

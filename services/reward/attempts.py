@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tidemill.common.config import RewardLimits
+from tidemill.common.process.failures import shorten
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Try
 from tidemill.services.reward.outcome import MAX_TRY_CHARS, AttemptError, contained
@@ -65,7 +66,8 @@ async def attempt(
         attempts.end("")
         return result
 
-    return await retried(timed, attempts.pause_after), attempts.tries_if_several
+    first_result = await retried(timed, attempts.pause_after)
+    return first_result, attempts.tries_if_several
 
 
 class _Attempts:
@@ -105,7 +107,7 @@ class _Attempts:
 
     async def pause_after(self, failure: AttemptError) -> float:
         """See `PauseAfter`."""
-        self.end(str(failure)[:MAX_TRY_CHARS])
+        self.end(shorten(str(failure), MAX_TRY_CHARS))
         self._on_failure(failure)
         if failure.is_final or len(self._tries) == self._limits.max_attempts:
             failure.tries = self.tries_if_several

@@ -187,7 +187,9 @@ _DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
 
 
 OnEnd = Callable[[RewardOutcome | None], None]
+"""Called when an attempt that `Reward.begin` has begun ends, with its outcome; None where it failed."""
 BreakOff = Callable[[], None]
+"""Cancels such an attempt."""
 
 
 class Reward(ABC):
@@ -328,14 +330,16 @@ def interpret_list(
 ) -> list[RewardOutcome]:
     """Read what a function returned for a list of `count` samples; None means not applicable, as in TRL.
 
-    `metrics` hold for each of them, `extra` has one value for each.
+    `metrics` (of TRL's `log_metric`) hold for each of them, `extra` (of its `log_extra`) has one value for
+    each.
 
     Raises:
-        AttemptError: it is no list of that length, or an element is neither a finite number nor None.
+        AttemptError: it is no list of that length, an element is neither a finite number nor None, or an
+            `extra` is no list.
     """
     values = _elements(returned, count)
     components, _ = _sort_out(dict(metrics or {}))
-    columns = {name: list(items) for name, items in (extra or {}).items()}
+    columns = {name: _logged_list(name, items) for name, items in (extra or {}).items()}
     outcomes = []
     for index, value in enumerate(values):
         number = None if value is None else _finite(value, f"element {index} is")
@@ -343,6 +347,15 @@ def interpret_list(
         numbers, detail = _sort_out(notes)
         outcomes.append(RewardOutcome(number, components | numbers, detail))
     return outcomes
+
+
+def _logged_list(name: Any, items: Any) -> list[Any]:
+    try:
+        values = iter(items)
+    except TypeError:
+        problem = f"logged {_kind(items)} by log_extra({_text(name)!r}, ...)"
+        raise AttemptError(f"{problem}; expected a list with one value for each completion") from None
+    return list(values)
 
 
 def _elements(returned: Any, count: int) -> Sequence[Any]:

@@ -235,6 +235,8 @@ async def serve(context: ServiceContext) -> None:
 
 
 class Scorer:
+    """Scores single trajectories, whatever stream, slot and lease they have."""
+
     def __init__(self, reward: WeightedSum, config: RewardConfig, worker: str, seed: int) -> None:
         self.reward = reward
         self._config = config
@@ -400,7 +402,7 @@ class RewardLane(LaneWorker[Trajectory]):
         self._start_task(delivery)
 
     def _start_task(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> asyncio.Task[bool]:
-        task = self.begin(delivery, self._score(delivery, began_at))
+        task = self.begin_task(delivery, self._score(delivery, began_at))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
         task.add_done_callback(self._release_without_score)
         return task
@@ -512,8 +514,9 @@ class RewardLane(LaneWorker[Trajectory]):
             is_full = self.num_free <= 0 and self._takes_new
             self._set_extra_slots(batch)
             if is_full:
-                # Less those that such a call has fetched before and `run` has not taken yet. Noted, because
-                # `run` may wake during the call: by the call before, or by a lease that is lost.
+                # For 10 scores, while no slot is free, 10 samples; less those that such a call has fetched
+                # before and `run` has not taken yet. Noted, because `run` may wake during the call: by the
+                # call before, or by a lease that is lost.
                 self._num_asked = max(0, self.num_free + len(batch) - self.consumer.num_ahead)
             are_published = await self.consumer.complete(batch, out_key, self._num_asked)
             # `run` takes first what came with this call.

@@ -160,7 +160,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         if self.context.stopping.is_set():
             return
         for delivery in deliveries:
-            self.begin(delivery, self._work(delivery)).add_done_callback(self._ended)
+            self.begin_task(delivery, self._work(delivery)).add_done_callback(self._ended)
             self._update_slots()
 
     def given_up(self, delivery: Delivery[Ticket]) -> str:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tidemill.common.config import RunConfig
+from tidemill.common.digits import few_digits
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.children import end_with_parent
@@ -234,7 +235,7 @@ def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
         yield Fact(ranks_text, f"failed: {said.strip()[-300:]}", remedy, is_problem=True)
         return
     rate = float(rates[0].removeprefix(RATE))
-    took = f"; the gradients of this model take {4 * size / rate:.2g} s" if size else ""
+    took = f"; the gradients of this model take {few_digits(4 * size / rate, 2)} s" if size else ""
     is_slow = gpus > 0 and rate < SLOW_SUM
     yield Fact(
         ranks_text, f"{rate / GB:.1f} GB/s of bus in a sum{took}", f"slow: {remedy}" if is_slow else ""
@@ -297,9 +298,9 @@ def _look_at_disk(config: RunConfig, runs: Path, size: int) -> Iterator[Fact]:
     needed = checkpoint * (config.trainer.keep_checkpoints + 1) + 2 * base
     free = shutil.disk_usage(folder).free
     text = (
-        f"{checkpoint / GB:.2g} GB each, {checkpoint / rate:.2g} s to write; a version in full "
-        f"{base / GB:.2g} GB, {base / rate:.2g} s, beside the steps; {needed / GB:.2g} GB in all, "
-        f"{free / GB:.3g} are free"
+        f"{few_digits(checkpoint / GB, 2)} GB each, {few_digits(checkpoint / rate, 2)} s to write; "
+        f"a version in full {few_digits(base / GB, 2)} GB, {few_digits(base / rate, 2)} s, beside the steps; "
+        f"{few_digits(needed / GB, 2)} GB in all, {few_digits(free / GB)} are free"
     )
     lower = "make room, or lower trainer.keep_checkpoints"
     yield Fact("checkpoints", text, lower if free < needed else "", free < needed)

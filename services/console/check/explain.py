@@ -24,6 +24,7 @@ from tidemill.common.command_line import command_line
 from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
 from tidemill.common.config.algorithms.table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.digits import few_digits
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.services.console.check.memory import machine_named, print_machine, print_memory
@@ -284,7 +285,8 @@ def _length(findings: Findings) -> str:
     for name, share in shares.items():
         rows = findings.rows.get(name, 0)
         source = name.removeprefix("train").replace(" ", " of ")
-        parts.append(f"{groups * share / rows if rows else 0.0:.3g} epochs{source}")
+        num_epochs = groups * share / rows if rows else 0.0
+        parts.append(f"{few_digits(num_epochs)} epochs{source}")
     epochs = f"{trainer.epochs:g} epochs" if trainer.epochs else ", ".join(parts)
     evaluation = trainer.evaluation
     every = trainer.checkpoint_every

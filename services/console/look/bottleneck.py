@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.common.digits import few_digits
 from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START, times_of
 from tidemill.common.process.heartbeats import FAILING_SHARE, Heartbeat
 
@@ -305,7 +306,7 @@ def _reasons(evidence: Evidence, stage: str) -> str:
         felt = [
             f"{role} {share(role, WAIT_REDIS):.0%}" for role in ROLES if share(role, WAIT_REDIS) > NEGLIGIBLE
         ]
-        takes = f"; a command takes {1000 * evidence.redis_s:.3g} ms" if evidence.redis_s else ""
+        takes = f"; a command takes {few_digits(1000 * evidence.redis_s)} ms" if evidence.redis_s else ""
         return f"Redis is the bottleneck: of their time, processes wait for it: {', '.join(felt)}{takes}"
     if stage == "trainer":
         parts = _largest_first(evidence.shares["trainer"])
@@ -358,8 +359,7 @@ def _advice_on_workers(evidence: Evidence, role: str, step_with_one_more_s: dict
             "unused. Make scores faster, or raise trainer.max_staleness so that more of them are under way."
         )
     if role in step_with_one_more_s and evidence.step_s:
-        return (
-            f"With one more {role} worker a step would take {step_with_one_more_s[role]:.3g} s instead of "
-            f"{evidence.step_s:.3g} s, at best."
-        )
+        shorter_s = few_digits(step_with_one_more_s[role])
+        step_s = few_digits(evidence.step_s)
+        return f"With one more {role} worker a step would take {shorter_s} s instead of {step_s} s, at best."
     return f"Add {role} workers; they may join now."

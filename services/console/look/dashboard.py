@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.common.command_line import command_line
+from tidemill.common.digits import few_digits
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.failures import Failure
@@ -270,7 +271,7 @@ def pace(snapshot: RunSnapshot) -> list[str]:
     """How much of the run is done, what a step takes, and how long the rest will take, as far as known."""
     words = [f"{snapshot.version / snapshot.steps:.0%}"]
     if snapshot.step_s is not None:
-        words.append(f"{snapshot.step_s:.2g} s a step")
+        words.append(f"{few_digits(snapshot.step_s, 2)} s a step")
     if snapshot.eta_s and snapshot.version < snapshot.steps and snapshot.status not in OVER:
         words.append(f"{duration(snapshot.eta_s)} left")
     return words

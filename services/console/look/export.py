@@ -209,7 +209,7 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
     if manifest.is_delta:
         for path in paths:
             for record in read_delta(path):
-                record.patch()
+                record.decode()
     elif is_additive(manifest.digest):
         digest = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
         if digest != manifest.digest:

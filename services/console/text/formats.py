@@ -9,12 +9,17 @@ import math
 import time
 from collections.abc import Mapping
 
+from tidemill.common.digits import few_digits
+
 
 def printable(value: str, limit: int = 0) -> str:
     """Text in one line with everything but printable characters as escapes; cut off at `limit` with an
     ellipsis."""
-    text = "".join(_visible(char) for char in (value[: 4 * limit] if limit else value))
-    return text[: limit - 1] + "…" if limit and len(text) > limit else text
+    # A character becomes one or more: the first `limit` + 1 say whether anything is cut off.
+    head = value[: limit + 1] if limit else value
+    text = "".join(map(_visible, head))
+    is_too_long = limit > 0 and len(text) > limit
+    return text[: limit - 1] + "…" if is_too_long else text
 
 
 def printable_block(value: str, limit: int = 0) -> str:
@@ -35,20 +40,23 @@ NOTHING = "–"
 def size(num_bytes: float) -> str:
     """Bytes: 512 B, 9.5 kB, 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
+        # In three digits, 999.6 kB is 1 MB.
+        if num_bytes < 999.5:
+            return f"{few_digits(num_bytes)} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return f"{few_digits(num_bytes)} TB"
 
 
 def number(value: float | None) -> str:
     """A number with few digits; a dash where there is none."""
-    return NOTHING if value is None else f"{value:.4g}"
+    return NOTHING if value is None else few_digits(value, 4)
 
 
 def share(value: float | None) -> str:
     """A part of a whole with three digits, at most three of them decimals: 60%, 1.4%, 0.125%."""
-    return NOTHING if value is None or not math.isfinite(value) else f"{round(100 * value, 3):.3g}%"
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    return f"{few_digits(round(100 * value, 3))}%"
 
 
 def plural(count: int, noun: str) -> str:
@@ -64,36 +72,46 @@ def sample_name(ticket: int, index: int) -> str:
 
 def when(seconds: float | None) -> str:
     """Local date and time; a dash for what is no time."""
+    if seconds is None or not seconds > 0:
+        return NOTHING
     try:
-        local_time = time.localtime(seconds) if seconds and seconds > 0 else None
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, OSError, ValueError):
-        local_time = None
-    return time.strftime("%Y-%m-%d %H:%M:%S", local_time) if local_time else NOTHING
+        return NOTHING
 
 
 def took(seconds: float | None) -> str:
     """A duration in the unit that suits it, from a fraction of a millisecond on."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
-    if abs(seconds) < 1:
-        return f"{1000 * seconds:.{0 if abs(seconds) >= 0.01 else 2}f} ms"
-    if abs(seconds) < 120:
+    size_s = abs(seconds)
+    if size_s < 0.01:
+        return f"{1000 * seconds:.2f} ms"
+    if size_s < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if size_s < 120:
         return f"{seconds:.1f} s"
-    return ("-" if seconds < 0 else "") + duration(abs(seconds))
+    sign = "-" if seconds < 0 else ""
+    return sign + duration(size_s)
 
 
 def duration(seconds: float) -> str:
     """Whole seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
-    whole, remainder = divmod(round(seconds), 60)
-    if whole < 60:
-        return f"{whole} min {remainder:02} s" if whole else f"{remainder} s"
-    return f"{whole // 60} h {whole % 60:02} min"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest_s} s"
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def in_columns(steps: Mapping[str, str], width: int) -> list[str]:
     """Commands and what they do: side by side, or where that is too wide, each command below its text."""
     longest = max(map(len, steps))
-    lines = [f"  {command:{longest}}  {text}" for command, text in steps.items()]
-    if max(map(len, lines)) <= width:
-        return lines
-    return [line for command, text in steps.items() for line in (f"  {text}:", f"    {command}")]
+    side_by_side = [f"  {command:{longest}}  {text}" for command, text in steps.items()]
+    if max(map(len, side_by_side)) <= width:
+        return side_by_side
+    lines = []
+    for command, text in steps.items():
+        lines += [f"  {text}:", f"    {command}"]
+    return lines

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.common.digits import few_digits
 from tidemill.services.console.text.formats import (
     NOTHING,
     printable,
@@ -98,24 +99,32 @@ def table(rows: Iterable[Mapping[str, Any]], units: Mapping[str, str] | None = N
     return Node("", unit="table", children=tuple(lines))
 
 
-def shown(value: Any, unit: str = "", is_full: bool = False) -> str:
+def value_text(value: Any, unit: str = "", is_full: bool = False) -> str:
     """A value as text, which is not escaped yet."""
     if value is None or (isinstance(value, str) and not value):
         return NOTHING
     if unit in FORMATS:
         return FORMATS[unit](value)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return few_digits(value, 4)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, np.ndarray):
-        items = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in value.tolist()]
-        more = [] if is_full or len(items) <= MAX_ITEMS else [f"... {len(items):,} in all"]
-        return f"[{', '.join(items[: len(items) if is_full else MAX_ITEMS] + more)}]"
+        return _list_text(value.tolist(), is_full)
     if isinstance(value, bytes | bytearray):
         head = bytes(value if is_full else value[:MAX_ITEMS])
-        return f"{len(value):,} bytes: {head.hex(' ')}{' ...' if len(head) < len(value) else ''}"
+        more = " ..." if len(head) < len(value) else ""
+        return f"{len(value):,} bytes: {head.hex(' ')}{more}"
     return value if isinstance(value, str) else repr(value)
+
+
+def _list_text(items: list[Any], is_full: bool) -> str:
+    """`[0.5, 1, 7]`, or the first items and how many there are."""
+    head = items if is_full else items[:MAX_ITEMS]
+    texts = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in head]
+    if len(head) < len(items):
+        texts.append(f"... {len(items):,} in all")
+    return f"[{', '.join(texts)}]"
 
 
 def terminal() -> Console:
@@ -128,7 +137,7 @@ def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
     """The whole tree; `is_full` shows texts and arrays to their ends."""
     if tree.label:
         console.print(Text(tree.label, "bold"), soft_wrap=True)
-    for item in gathered(tree.children):
+    for item in lines_together(tree.children):
         if isinstance(item, list):
             console.print(lines_table(item, is_full))
         elif item.unit == "table":
@@ -150,7 +159,7 @@ def show(
         print_tree(terminal(), tree, is_full)
 
 
-def gathered(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:
+def lines_together(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:
     """Parts one by one, and lines that follow each other as one list."""
     lines: list[Node] = []
     for node in nodes:
@@ -166,7 +175,7 @@ def gathered(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:
 
 
 def _text(node: Node, is_full: bool, kind: str = "") -> Text:
-    text = shown(node.value, node.unit, is_full)
+    text = value_text(node.value, node.unit, is_full)
     is_block = node.unit == "text"
     limit = 0
     if not is_full and node.unit != "note":

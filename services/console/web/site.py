@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.history import History
 from tidemill.services.console.look import sessions
 from tidemill.services.console.text.formats import plural, share, size, took, when
-from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, gathered, jsonable, shown
+from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, jsonable, lines_together, value_text
 from tidemill.services.console.web import texts
 from tidemill.services.console.web.runs import Catalog, WatchedRun
 from tidemill.services.console.web.texts import sendable, visible
 
 
 class NotYet(HTTPException):
-    """What an address names is not there yet, and may come: the page loads again by itself."""
+    """What an address names is not there yet, and may come: its page loads again by itself (`wait.js`)."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(404, detail)
@@ -42,14 +43,22 @@ MAX_CELL_CHARACTERS = 300
 ROWS_AT_ONCE = 500
 """Rows of a CSV file that are sent in one part."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""Text that begins so is a formula for spreadsheets."""
+DOTS_LEFT = 4
+DOTS_WIDTH = 82
+DOTS_LINE = 9
+DOTS_HEIGHT = 7
+"""Of drawings of dots: where the line begins, its length, its height, and how far from it a dot may be."""
 
 
 class Site:
+    """Makes pages of templates, for the runs of a catalog."""
+
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._templates = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
-            # Texts of models, data and users' code are on every page.
+            # Texts of models, data and users' code are on every page, and must not become markup.
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -61,14 +70,14 @@ class Site:
             "visible": visible,
             "words": words,
             "dots": dots,
-            "gathered": gathered,
+            "lines_together": lines_together,
             "zip": zip,
             "moment": when,
             "bytes": size,
             "duration": took,
             "percent": share,
             "counted": plural,
-            "shown": shown_safely,
+            "value_markup": value_markup,
         }
         self._templates.globals |= {
             "span": texts.span, "num_tokens": sessions.num_completion_tokens, "most_parts": MAX_PARTS,
@@ -82,9 +91,11 @@ class Site:
 
     def page(self, run: WatchedRun, here: str, title: str, tree: Node, **values: Any) -> Response:
         """A page of a run that is a list or a record; without `text`, nothing can be searched on it."""
-        plain = {"up": None, "files": (), "note": "", "text": None, "empty": "", "page": 1, "num_pages": 1}
-        plain["waits"] = False
-        return self.response("page.html", run=run, here=here, title=title, shown=tree, **plain | values)
+        defaults = {
+            "up": None, "files": (), "note": "", "text": None, "empty": "", "page": 1, "num_pages": 1,
+            "waits": False,
+        }  # fmt: skip
+        return self.response("page.html", run=run, here=here, title=title, root=tree, **defaults | values)
 
     async def run_of(self, request: Request) -> WatchedRun:
         run = await self.catalog.get(request.path_params["run"])
@@ -111,26 +122,36 @@ def history_of(run: WatchedRun) -> History:
 
 
 def dots(rows: Iterable[Sequence[float]]) -> Iterator[str]:
-    """The numbers of each row as dots on a line, as a path of SVG. All rows share one scale; equal numbers
-    pile up to both sides of the line."""
+    """The finite numbers of each row as dots on a line, as a path of SVG. All rows share one scale. Equal
+    numbers pile up to both sides of the line: [0, 1, 1, 1] is `M4 9h0M86 9h0M86 8h0M86 10h0`."""
     finite_rows = []
     for row in rows:
         finite_rows.append([value for value in row if math.isfinite(value)])
-    every = [value for row in finite_rows for value in row]
-    least = min(every, default=0.0)
-    span = (max(every, default=0.0) - min(every, default=0.0)) or 1.0
+    all_values = [value for row in finite_rows for value in row]
+    least = min(all_values, default=0.0)
+    scale = (max(all_values, default=0.0) - least) or 1.0
     for row in finite_rows:
-        places = [round(4 + 82 * (value - least) / span) for value in row]
-        levels = [places[:number].count(x) for number, x in enumerate(places)]
-        heights = [9 + min(7, (level + 1) // 2) * (-1 if level % 2 else 1) for level in levels]
-        # Lines without length: their round ends are the dots.
-        yield "".join(f"M{x} {y}h0" for x, y in zip(places, heights, strict=True))
+        path = []
+        num_dots_at: Counter[int] = Counter()
+        for value in row:
+            x = round(DOTS_LEFT + DOTS_WIDTH * (value - least) / scale)
+            y = DOTS_LINE + _beside_line(num_dots_at[x])
+            num_dots_at[x] += 1
+            # A line without length: its round end is the dot.
+            path.append(f"M{x} {y}h0")
+        yield "".join(path)
 
 
-def shown_safely(node: Node, kind: str = "text") -> Markup:
+def _beside_line(number: int) -> int:
+    """How far from the line the dot is that has this number at its place: 0, -1, 1, -2, 2, ..."""
+    distance = min(DOTS_HEIGHT, (number + 1) // 2)
+    return -distance if number % 2 else distance
+
+
+def value_markup(node: Node, kind: str = "text") -> Markup:
     """The value of a node; `kind` is "cell" in a table."""
     limit = MAX_CELL_CHARACTERS if kind == "cell" else MAX_CHARACTERS["text"]
-    return visible(shown(node.value, node.unit), limit)
+    return visible(value_text(node.value, node.unit), limit)
 
 
 def words(value: Any, limit: int = MAX_WORDS_CHARACTERS) -> Markup:

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from tidemill.common.data.dataset import PROMPT
 from tidemill.common.data.prompt_lengths import TOKENIZER_FILE
+from tidemill.common.digits import few_digits
 from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.text.formats import NOTHING
 
@@ -24,8 +25,10 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return NOTHING if value is None else str(value)
     if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}".replace(",", "\u202f").replace("-", "−")
-    return f"{value:.{digits}g}".replace("-", "−")
+        text = f"{int(value):,}"
+    else:
+        text = few_digits(value, digits)
+    return text.replace(",", "\u202f").replace("-", "−")
 
 
 def signed(value: float | None) -> str:

@@ -194,23 +194,32 @@ def _thread_times(native_id: int) -> tuple[float, float]:
 
 
 class ThreadCalls:
+    """Calls of a plain function: the first one in the main thread, those that come meanwhile beside it.
+
+    With each answer goes the load since the last one, by which the worker decides how many it sends at once.
+    """
+
     def __init__(self, function: Callee, send: Send) -> None:
         self._function = function
         self._send = send
         self._for_main: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        """Frames of calls for the main thread."""
         self._is_main_busy = False
         self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
-        self._active_at = time.monotonic()
-        self._since = self._active_at
-        self._computed_s = _computing_s()
+        self._answered_at = time.monotonic()
+        self._load_since = self._answered_at
+        """Begin of the time over which the load is measured, and the seconds computed until then."""
+        self._computed_before_s = _computing_s()
         self._running: dict[int, RunningCall] = {}
+        """By number of the call."""
 
     def take(self, frame: dict[str, Any]) -> None:
         """Start a call. A thread cannot be stopped: cancelled calls end with the process."""
         now = time.monotonic()
-        if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
-            self._since = now
-            self._computed_s = _computing_s()
+        if not self._is_main_busy and now - self._answered_at > LEAST_S:
+            # It was idle, which is no load.
+            self._load_since = now
+            self._computed_before_s = _computing_s()
         if self._is_main_busy:
             try:
                 self._others.submit(self._answer, frame)
@@ -270,14 +279,14 @@ class ThreadCalls:
     def _load(self) -> float | None:
         """Mean number of cores that this process kept busy since the last value; None if that is recent."""
         now = time.monotonic()
-        self._active_at = now
-        busy_s = now - self._since
-        if busy_s < LEAST_S:
+        self._answered_at = now
+        elapsed_s = now - self._load_since
+        if elapsed_s < LEAST_S:
             return None
         computed_s = _computing_s()
-        load = (computed_s - self._computed_s) / busy_s
-        self._since = now
-        self._computed_s = computed_s
+        load = (computed_s - self._computed_before_s) / elapsed_s
+        self._load_since = now
+        self._computed_before_s = computed_s
         return load
 
 
@@ -481,13 +490,13 @@ class LoopCalls:
             self._send_from = now + gather_s * EARLIEST_SHARE
         answer["id"] = number
         self._answers.append(answer)
-        if now >= self._send_from:
-            gather_s = 0.0
-        if gather_s == 0.0 and not self._is_sending:
+        if self._is_sending:
+            return
+        if gather_s == 0.0 or now >= self._send_from:
             self._is_sending = True
             # In the next iteration: after the calls that end in this one.
             self._loop.call_soon(self._send_answers)
-        elif self._send_timer is None and not self._is_sending:
+        elif self._send_timer is None:
             self._send_timer = self._loop.call_at(now + gather_s, self._send_answers)
 
     @_ending_on_error

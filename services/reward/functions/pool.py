@@ -31,7 +31,7 @@ from tidemill.common.process.programs import Child
 from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import ScoreStatus, Trajectory
+from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
 from tidemill.services.reward.functions.request import Callee, LongCall, Request, failure_of, outcomes_of
 from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, RewardOutcome
 
@@ -69,14 +69,16 @@ class Execution:
         self._function = function
         self._is_async = function.is_async
         self._least = SAMPLES_PER_PROCESS * num_processes
-        self._pools: tuple[ProcessPool, ...] = ()
-        if function.is_async or not function.is_cheap:
-            size = 1 if function.is_async else num_processes
-            limit = {"at_once": at_once} if function.is_async and at_once is not None else {}
-            self._pools = tuple(
-                ProcessPool({**function.spec(), **limit}, size, threads, function.is_async)
-                for _ in ("training", "eval")
-            )
+        self._pools: dict[Lane, ProcessPool] = {}
+        """Empty for a cheap function, which runs on the worker's loop."""
+        if function.is_cheap and not function.is_async:
+            return
+        spec = function.spec()
+        if function.is_async and at_once is not None:
+            spec["at_once"] = at_once
+        size = 1 if function.is_async else num_processes
+        for lane in Lane:
+            self._pools[lane] = ProcessPool(dict(spec), size, threads, function.is_async)
 
     @property
     def slots(self) -> int | None:
@@ -87,7 +89,7 @@ class Execution:
     @property
     def parallel(self) -> int | None:
         """Most samples that are scored at once at present; None where only `slots` sets a limit."""
-        return None if self._is_async or not self._pools else self._pools[0].capacity
+        return None if self._is_async or not self._pools else self._pools[Lane.TRAIN].capacity
 
     @property
     def is_queueing(self) -> bool:
@@ -96,24 +98,23 @@ class Execution:
 
     @property
     def notes(self) -> list[str]:
-        texts = [
-            text
-            for pool in self._pools
-            for text in (pool.blockage.note_text, pool.slow_text, pool.short_text)
-        ]
+        """Texts for the heartbeat about what is wrong with its processes."""
+        texts: list[str] = []
+        for pool in self._pools.values():
+            texts += [pool.blockage.note_text, pool.slow_text, pool.short_text]
         return [text for text in texts if text]
 
     def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
         """Begin a call for one sample without a task that waits for it; see `Reward.begin`."""
         if not self._is_async:
             return None
-        return self._pools[request.samples[0].is_evaluation].begin(request, timeout_s, on_end)
+        return self._pools[request.lane].begin(request, timeout_s, on_end)
 
     async def start(self) -> None:
         """Start the process of an async function for training before the first sample comes. Those of plain
         functions start as calls need them."""
         if self._is_async:
-            await self._pools[0].start()
+            await self._pools[Lane.TRAIN].start()
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """One outcome for each sample of the request.
@@ -125,7 +126,7 @@ class Execution:
         try:
             if not self._pools:
                 return await self._function.call(request)
-            return await self._pools[request.samples[0].is_evaluation].run(request, timeout_s)
+            return await self._pools[request.lane].run(request, timeout_s)
         except AttemptError as error:
             # The function says so: it is true where our own start fails as well.
             fault = find_shortage() if error.may_be_machines else None
@@ -134,7 +135,7 @@ class Execution:
             raise MachineFaultError(f"{error}. {fault}", fault.number) from error
 
     async def close(self) -> None:
-        for pool in self._pools:
+        for pool in self._pools.values():
             await pool.close()
 
 
@@ -216,11 +217,15 @@ class ProcessPool:
         self._is_async = is_async
         self._sizing = Sizing(threads)
         self._processes: list[ScoringProcess] = []
-        self._apart: ScoringProcess | None = None
-        self._taken_apart = 0.0
         self._line = asyncio.Lock()
-        self._line_apart = asyncio.Lock()
+        """Calls wait in it for a place; the first one looks for it."""
         self._freed = asyncio.Event()
+        """Set whenever a call leaves a process."""
+        self._apart: ScoringProcess | None = None
+        """The process in which suspects of a crash run; these have a line of their own."""
+        self._taken_apart = 0.0
+        """The share of it that its calls have taken: of at most N together, each takes 1/N."""
+        self._line_apart = asyncio.Lock()
         self._freed_apart = asyncio.Event()
         self._reapers: set[asyncio.Task[int]] = set()
         self._crashing: OrderedDict[object, None] = OrderedDict()
@@ -257,16 +262,18 @@ class ProcessPool:
 
         def end(outcomes: list[RewardOutcome] | None, error: Exception | None) -> None:
             self._leave(process)
+            if outcomes is None and error is None:
+                return  # broken off: nobody waits
             if outcomes is not None and len(outcomes) == 1:
                 on_end(outcomes[0])
-            elif error is not None or outcomes is not None:
-                trajectory = request.samples[0].trajectory
-                reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
-                self._failed[id(trajectory)] = (trajectory, reason)
-                # Some are never asked for: their leases were lost meanwhile.
-                while len(self._failed) > MAX_REMEMBERED_CALLS:
-                    self._failed.popitem(last=False)
-                on_end(None)
+                return
+            trajectory = request.samples[0].trajectory
+            reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
+            self._failed[id(trajectory)] = (trajectory, reason)
+            # Some are never asked for: their leases were lost meanwhile.
+            while len(self._failed) > MAX_REMEMBERED_CALLS:
+                self._failed.popitem(last=False)
+            on_end(None)
 
         try:
             return process.begin(request, timeout_s, end)
@@ -297,8 +304,10 @@ class ProcessPool:
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
                 if lost.num_suspects:  # halved each time, so the crashing call is soon alone
                     num_together = max(1, min(num_together, lost.num_suspects) // 2)
-            except MainThreadError:  # the pool is pinned to one call at a time; apart, that is asked for
-                num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED
+            except MainThreadError:
+                # The pool is pinned to one call at a time now; of the process apart, that is asked for.
+                if num_together < UNRESTRICTED:
+                    num_together = 1
 
     def _raise_failure(self, request: Request) -> None:
         """Raise the failure of the call that was begun for this request, if there was one."""
@@ -419,6 +428,7 @@ def _identity(request: Request) -> object:
 
 
 EndOfCall = Callable[[list[RewardOutcome] | None, Exception | None], None]
+"""Gets the outcomes of a call, or why there are none; neither where it was broken off."""
 
 
 class BegunCall(Answer):

@@ -34,10 +34,14 @@ class Request:
     notes: list[dict[str, Any]] | None = None
     """For each score: the score, its status, error and components."""
 
+    @property
+    def lane(self) -> Lane:
+        return self.samples[0].lane
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values for a frame, without what is not there."""
         tree: dict[str, Any] = {
-            "lane": self.samples[0].lane.value,
+            "lane": self.lane.value,
             "samples": [sample.to_wire() for sample in self.samples],
         }
         if self.arguments:

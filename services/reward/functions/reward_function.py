@@ -167,16 +167,16 @@ class RewardFunction(Callee):
         if not values:
             return [RewardOutcome(None) for _ in scores]
         try:
-            return interpret_list(await self._answer(list(scores)), len(scores))
+            return interpret_list(await self._call_post_process(list(scores)), len(scores))
         except TypeError:
             if len(values) == len(scores):
                 raise
-        new = iter(interpret_list(await self._answer(list(values)), len(values)))
+        new = iter(interpret_list(await self._call_post_process(list(values)), len(values)))
         return [RewardOutcome(None) if score is None else next(new) for score in scores]
 
-    async def _answer(self, scores: list[Any]) -> Any:
-        """Call `post_process`. It may be plain while `compute_score` is async (then it runs in a thread), or
-        the reverse."""
+    async def _call_post_process(self, scores: list[Any]) -> Any:
+        """What `post_process` returns. It may be plain while `compute_score` is async (then it runs in a
+        thread), or the reverse."""
         assert self.post_process is not None
         if is_async(self.post_process):
             work = self.post_process(scores)
@@ -431,16 +431,8 @@ def load_function(
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
-    builtin = BUILTINS.get(reference)
-    if builtin:
-        for module in builtin.needs:
-            if importlib.util.find_spec(module) is None:
-                raise ConfigError(
-                    f"reward.function {reference} needs the module {module}, which is not installed: "
-                    "pip install 'tidemill[reward]'"
-                )
-        how = recognise(builtin.function, kwargs, reference)
-        return RewardFunction(reference, builtin.function, how, kwargs, builtin.is_cheap)
+    if reference in BUILTINS:
+        return _load_builtin(reference, kwargs)
     imported = import_function(reference, "reward.function", tuple(BUILTINS))
     is_made = inspect.isclass(imported) or (style != "class" and _is_factory(imported, reference))
     function = _make(imported, reference, kwargs) if is_made else imported
@@ -451,12 +443,26 @@ def load_function(
         called = recognise(method, {}, f"{reference}.compute_score", "verl", has_pictures)
         how = replace(called, style=Style.CLASS)
         post_process = getattr(function, "post_process_scores", None)
-        return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
+        return RewardFunction(
+            reference, method, how, kwargs, tokenizer=tokenizer, is_made=True, post_process=post_process
+        )
     if not callable(function):
         made_type = type(function).__name__
         raise ConfigError(f"reward.function {reference} made {made_type}, which cannot be called")
     how = recognise(function, {} if is_made else kwargs, reference, style, has_pictures)
     return RewardFunction(reference, function, how, kwargs, tokenizer=tokenizer, is_made=is_made)
+
+
+def _load_builtin(name: str, kwargs: Kwargs) -> RewardFunction:
+    builtin = BUILTINS[name]
+    for module in builtin.needs:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"reward.function {name} needs the module {module}, which is not installed: "
+                "pip install 'tidemill[reward]'"
+            )
+    how = recognise(builtin.function, kwargs, name)
+    return RewardFunction(name, builtin.function, how, kwargs, builtin.is_cheap)
 
 
 def _is_factory(function: Callable[..., Any], reference: str) -> bool:

@@ -19,7 +19,7 @@ class ServerOptions(BaseModel, frozen=True):
     port: int = Field(8100, ge=0, le=65535, description="port, 0 for a free one")
     served_model_name: str = Field("", description="name in requests and answers; empty: what --model says")
     head: Head = Field(
-        "auto", description="one score a sequence or a token, or a language model's logprobs (never by auto)"
+        "auto", description="one score a sequence or a token, or lm: logprobs, which auto never chooses"
     )
     dtype: Dtype = Field("auto", description="of the trunk")
     device: str = Field("auto", description="auto takes the first GPU, else the CPU")
@@ -51,6 +51,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
         elif field.is_required():
             parser.add_argument(flag, required=True, help=text)
         else:
+            # What 0 and empty text mean stands in the description.
             with_default = f"{text} (default: %(default)s)" if field.default else text
             parser.add_argument(flag, default=field.default, help=with_default)
     try:
@@ -67,7 +68,9 @@ def template_of(options: ServerOptions) -> str | None:
     Raises:
         ConfigError: the file cannot be read.
     """
+    if not options.chat_template:
+        return None
     try:
-        return Path(options.chat_template).read_text(encoding="utf-8") if options.chat_template else None
+        return Path(options.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template {options.chat_template}: {error}") from None

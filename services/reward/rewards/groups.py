@@ -31,7 +31,7 @@ from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_group_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
-from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, score_of
+from tidemill.services.reward.rewards.weighted_sum import NamedReward, Outcomes, WeightedSum, score_of
 from tidemill.services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ GONE = (
     "trimmed before the group was scored as a whole, which happens where nobody waits for its scores any more"
 )
 """Error of a group that cannot be scored as a whole."""
-NO_SCORE = "the group function returned None for this sample"
+GROUP_FUNCTION = "group function"
+"""What `reward.group` is called in messages."""
 
 
 class GroupResult(Message):
@@ -219,27 +220,51 @@ class PostProcessing:
         return bool(self._classes or self._execution)
 
     async def run(self, samples: list[RewardSample], outcomes: list[Outcomes]) -> list[RewardOutcome]:
+        """The sum of each sample's rewards after post-processing; its component `before_group` has the sum
+        before."""
         before = [self._reward.sum_up(by_name) for by_name in outcomes]
         for named, reward in self._classes:
             if named.applies_to(samples[0]):  # all samples of a group are of one data source
-                column = [by_name[named.name] for by_name in outcomes]
-                step = partial(reward.post_process, samples, [old.value for old in column])
-                processed = await self._outcomes(named.config, step, len(samples))
-                outcomes = [
-                    {**by_name, named.name: _with_former(_changed(old, new), old)}
-                    for by_name, old, new in zip(outcomes, column, processed, strict=True)
-                ]
+                outcomes = await self._apply_class(named, reward, samples, outcomes)
         sums = [self._reward.sum_up(by_name) for by_name in outcomes]
         if self._execution is not None:
-            notes: list[dict[str, Any]] = [
-                {"score": s.value, "status": s.status.value, "error": s.error, "components": s.components}
-                for s in sums
-            ]
-            scores = [old.value for old in sums]
-            step = partial(self._call, self._execution, samples, scores, notes)
-            processed = await self._outcomes(self._limits, step, len(samples))
-            sums = [_changed(old, new) for old, new in zip(sums, processed, strict=True)]
+            sums = await self._apply_function(self._execution, samples, sums)
         return [_with_former(new, old) for old, new in zip(before, sums, strict=True)]
+
+    async def _apply_class(
+        self,
+        named: NamedReward,
+        reward: FunctionReward,
+        samples: list[RewardSample],
+        outcomes: list[Outcomes],
+    ) -> list[Outcomes]:
+        """Have a class change its own outcomes by `post_process_scores`; those of other rewards stay."""
+        column = [by_name[named.name] for by_name in outcomes]
+        scores = [outcome.value for outcome in column]
+        subject = f"post_process_scores of reward {named.name}"
+        step = partial(reward.post_process, samples, scores)
+        processed = await self._outcomes(subject, named.config, step, len(samples))
+        changed: list[Outcomes] = []
+        for by_name, old, new in zip(outcomes, column, processed, strict=True):
+            changed.append({**by_name, named.name: _with_former(_changed(old, new, subject), old)})
+        return changed
+
+    async def _apply_function(
+        self, execution: Execution, samples: list[RewardSample], sums: list[RewardOutcome]
+    ) -> list[RewardOutcome]:
+        """Have the function of `reward.group` change the sums."""
+        scores = [total.value for total in sums]
+        notes: list[dict[str, Any]] = []
+        for total in sums:
+            notes.append({
+                "score": total.value,
+                "status": total.status.value,
+                "error": total.error,
+                "components": total.components,
+            })  # fmt: skip
+        step = partial(self._call, execution, samples, scores, notes)
+        processed = await self._outcomes(GROUP_FUNCTION, self._limits, step, len(samples))
+        return [_changed(old, new, GROUP_FUNCTION) for old, new in zip(sums, processed, strict=True)]
 
     async def _call(
         self,
@@ -261,12 +286,17 @@ class PostProcessing:
             await self._execution.close()
 
     async def _outcomes(
-        self, limits: RewardLimits, step: Callable[[], Awaitable[list[RewardOutcome]]], count: int
+        self,
+        subject: str,
+        limits: RewardLimits,
+        step: Callable[[], Awaitable[list[RewardOutcome]]],
+        count: int,
     ) -> list[RewardOutcome]:
-        """Run a step over the group: one outcome for each sample, or the same failure for all."""
+        """Run a step over the group: one outcome for each sample, or the same failure for all. `subject` is
+        what people read that it is."""
 
         def note(failure: AttemptError) -> None:
-            self.log.note("group function", failure.kind, str(failure))
+            self.log.note(subject, failure.kind, str(failure))
 
         try:
             outcomes, _ = await attempt(GROUP, limits, step, note)
@@ -278,16 +308,41 @@ class PostProcessing:
         return outcomes
 
 
-def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
-    """The outcome or sum with its new value. A failure may have been replaced by a value, or the reverse."""
-    if not outcome.is_ok:
-        failed = replace(old, status=outcome.status, value=None, error=outcome.error, kind=outcome.kind)
-        return replace(failed, is_code_error=outcome.is_code_error)
-    if outcome.value is None:
-        return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE) if old.is_ok else old
+def _changed(old: RewardOutcome, new: RewardOutcome, subject: str) -> RewardOutcome:
+    """The outcome or sum `old` with what the `subject` made of it.
+
+    | old | new | result |
+    |---|---|---|
+    | any | failed | the failure of `new` |
+    | a value | None | a failure: the subject gave this sample no score |
+    | a failure | None | the failure of `old` |
+    | any | a value | the value; the detail keeps why `old` had failed |
+    """
+    if not new.is_ok:
+        return replace(
+            old,
+            status=new.status,
+            value=None,
+            error=new.error,
+            kind=new.kind,
+            is_code_error=new.is_code_error,
+        )
+    if new.value is None:
+        if not old.is_ok:
+            return old
+        no_score = f"the {subject} returned None for this sample"
+        return replace(old, status=ScoreStatus.FAILED, value=None, error=no_score)
     detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
-    changed = replace(old, status=ScoreStatus.OK, value=outcome.value, detail=detail)
-    return replace(changed, error="", kind="", on_failure="", is_code_error=False)
+    return replace(
+        old,
+        status=ScoreStatus.OK,
+        value=new.value,
+        detail=detail,
+        error="",
+        kind="",
+        on_failure="",
+        is_code_error=False,
+    )
 
 
 def _with_former(new: RewardOutcome, old: RewardOutcome) -> RewardOutcome:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
@@ -146,7 +147,7 @@ class SandboxReward(Reward):
             work = self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits, columns))
             job = asyncio.create_task(work, name=job_id)
             self._jobs[job_id] = job
-            job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
+            job.add_done_callback(partial(self._forget, job_id))
         result = await asyncio.shield(job)
         if "error" in result:
             # Deleted, or the next attempt would find this failure instead of running anything.
@@ -155,6 +156,11 @@ class SandboxReward(Reward):
                 raise truth_error(result["error"], kind="sandbox")
             raise AttemptError(result["error"], kind="sandbox")
         return result
+
+    def _forget(self, job_id: str, job: asyncio.Task[dict[str, Any]]) -> None:
+        del self._jobs[job_id]
+        if not job.cancelled():
+            job.exception()  # or asyncio logs it where every caller was cancelled
 
     async def close(self) -> None:
         """Stop waiting; queued jobs go on."""

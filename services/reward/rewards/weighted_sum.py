@@ -4,8 +4,8 @@ Invariant: `NamedReward.score` gives every sample an outcome, whatever the rewar
 zero. `max_concurrent` holds for each lane by itself, so that evaluation never waits behind training.
 
 A reward that does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs
-travel beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`;
-otherwise the score fails, and says whether only the sample or its whole group is given up.
+travel beside it. For a reward that failed its `on_failure` counts where that is a number; otherwise the score
+fails, and says whether only the sample or its whole group is given up.
 """
 
 import asyncio
@@ -193,47 +193,54 @@ class WeightedSum:
         """The weighted sum for one sample, or why there is none."""
         total = RewardOutcome(tries=[each for outcome in outcomes.values() for each in outcome.tries])
         total.components, total.detail = self._notes(outcomes)
-        value = 0.0
-        has_value = False
-        failed = list[NamedReward]()
+        weighted_sum = 0.0
+        applies = False
+        failed: list[NamedReward] = []
         for named in self.rewards:
             outcome = outcomes[named.name]
-            config = named.config
-            reward = outcome.value
+            value = outcome.value
             if not outcome.is_ok:
-                reward = config.failure_value
-                # Of a single `reward.function` the value is the run's, which the trainer puts in
-                # (`GroupFilter`): its score stays a failure.
-                if reward is None or not self._is_named:
+                value = self._failure_value(named)
+                if value is None:
                     failed.append(named)
                     continue
-                total.components[named.name] = reward
+                total.components[named.name] = value
                 total.detail.setdefault("failures", {})[named.name] = outcome.error
-            if reward is not None:
-                value += config.weight * reward
-                has_value = True
+            if value is not None:
+                weighted_sum += named.config.weight * value
+                applies = True
             elif outcome.teacher_logprobs is not None:
                 total.teacher_logprobs = outcome.teacher_logprobs
-                has_value = True
+                applies = True
         if failed:
-            first = outcomes[failed[0].name]
-            total.status = first.status
-            total.error = first.error
-            total.teacher_logprobs = None
-            # Where another reward failed by an outage, the sample may have a score next time.
-            total.is_code_error = all(outcomes[named.name].is_code_error for named in failed)
-            if self._is_named:
-                total.error = "; ".join(f"{named.name}: {outcomes[named.name].error}" for named in failed)
-                is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
-                total.on_failure = "drop_group" if is_group_lost else "drop_sample"
-        elif has_value and math.isfinite(value):
-            total.value = value
+            self._fail(total, failed, outcomes)
+        elif applies and math.isfinite(weighted_sum):
+            total.value = weighted_sum
         else:
-            problem = f"the weighted sum of the rewards is {value}; expected a finite number"
+            problem = f"the weighted sum of the rewards is {weighted_sum}; expected a finite number"
             total.status = ScoreStatus.FAILED
-            total.error = problem if has_value else NONE_APPLIES
+            total.error = problem if applies else NONE_APPLIES
             total.is_code_error = True
         return total
+
+    def _failure_value(self, named: NamedReward) -> float | None:
+        """What counts for a reward that failed; None where the sample has no score then."""
+        # The failure of a single `reward.function` stays one: its value is the run's, which the trainer puts
+        # in (`GroupFilter`).
+        return named.config.failure_value if self._is_named else None
+
+    def _fail(self, total: RewardOutcome, failed: Sequence[NamedReward], outcomes: Outcomes) -> None:
+        """Make the sum the failure of these rewards."""
+        first = outcomes[failed[0].name]
+        total.status = first.status
+        total.error = first.error
+        total.teacher_logprobs = None
+        # Where another reward failed by an outage, the sample may have a score next time.
+        total.is_code_error = all(outcomes[named.name].is_code_error for named in failed)
+        if self._is_named:
+            total.error = "; ".join(f"{named.name}: {outcomes[named.name].error}" for named in failed)
+            is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
+            total.on_failure = "drop_group" if is_group_lost else "drop_sample"
 
     def failures(self) -> dict[str, int]:
         """`<name>:<kind>` -> how often a reward failed."""
@@ -270,17 +277,13 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
         ConfigError: one of them cannot be loaded or called as configured.
     """
     cache = RewardCache(dependencies.broker, dependencies.keys, config.cache_mb << 20)
-    rewards = [
-        NamedReward(
-            name,
-            named,
-            make_reward(name, named, dependencies),
-            cache if named.is_cached else None,
-            dependencies.config.servers.get(named.servers),
-        )
-        for name, named in config.named.items()
-    ]
-    return WeightedSum(rewards, bool(config.rewards))
+    rewards: list[NamedReward] = []
+    for name, named in config.named.items():
+        reward = make_reward(name, named, dependencies)
+        # A function asks the servers of its router: what they serve decides its result, too.
+        servers = dependencies.config.servers.get(named.servers or named.router)
+        rewards.append(NamedReward(name, named, reward, cache if named.is_cached else None, servers))
+    return WeightedSum(rewards, is_named=bool(config.rewards))
 
 
 def _most_attempts(tries: Sequence[Try]) -> int:

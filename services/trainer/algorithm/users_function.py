@@ -21,10 +21,8 @@ def contained(field: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        where = raised_at(error)
-        if isinstance(error, SyntaxError):
-            where = f"line {error.lineno}"
-        raise ConfigError(f"{field}: {type(error).__name__}: {str(error)[:500]} ({where})") from error
+        problem = f"{type(error).__name__}: {str(error)[:500]}"
+        raise ConfigError(f"{field}: {problem} ({raised_at(error)})") from error
 
 
 def load_users_function(

@@ -3,7 +3,14 @@
 Redis keeps what is in flight; what was trained on since the checkpoint is in the archive. That works while
 the archive is a prefix of the streams. A server that comes back without its last entries breaks it: samples
 are generated again under keys that the archive has already, perhaps with lower ids. So whenever another
-server answers, the two are compared before anything more is trimmed, or anything is replayed.
+server answers, the two are compared before anything more is trimmed, or anything is replayed. Of scores:
+
+    archive            10-0  11-0  12-0  13-0
+    Redis                    11-0                 10-0 was trimmed, 12-0 and 13-0 are lost
+    equal up to              11-0
+
+Where 13-0 was settled, the archive stays, and Redis gives new entries higher ids. Else, or where Redis has a
+new entry up to 13-0 already, the archive is cut back to 11-0.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -14,7 +21,13 @@ import structlog
 import xxhash
 
 from tidemill.common.archive import archive_folder, stream_folder
-from tidemill.common.archive.manifest import ArchiveSegment, Manifest, last_below, missing_after
+from tidemill.common.archive.manifest import (
+    CONSECUTIVE,
+    ArchiveSegment,
+    Manifest,
+    last_below,
+    missing_after,
+)
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
 from tidemill.common.history import History, Selection, StreamName
@@ -37,10 +50,10 @@ from tidemill.common.wire.messages import Choices, Trajectory
 
 log = structlog.get_logger(__name__)
 
-NUMBERED = (StreamName.PROMPTS, StreamName.COMMITS)
-ALIGNED = (*NUMBERED, StreamName.TRAJECTORIES, StreamName.SCORES)
+ALIGNED = (*CONSECUTIVE, StreamName.TRAJECTORIES, StreamName.SCORES)
 """Streams that a replay reads beyond the checkpoint."""
 Positions = Mapping[StreamName, str]
+"""Stream -> id of an entry: everything up to it is meant."""
 
 
 class ArchivedHistory:
@@ -59,7 +72,7 @@ class ArchivedHistory:
     async def begins_at_start(self) -> bool:
         """Whether tickets and commits go back to the first one, so that all can be replayed."""
         history = self.read()
-        for stream in (StreamName.PROMPTS, StreamName.COMMITS):
+        for stream in CONSECUTIVE:
             first = await anext(history.scan(stream), None)
             if first is None or first.entry_id != entry_id_of(0):
                 return False
@@ -68,9 +81,10 @@ class ArchivedHistory:
     async def align(self, settled: Positions | None = None) -> bool:
         """Make the archive a prefix of the streams; False where it is being written just now.
 
-        A running trainer keeps all of it: what is archived was settled before Redis lost it. A trainer that
-        starts knows that only of what its checkpoint had `settled`: entries above are forgotten where Redis
-        has lost them, because their tickets are open again.
+        A running trainer gives no `settled`, and all of the archive is kept: it has only what was settled
+        (trained or given up) before Redis lost it. A trainer that starts knows that only of what its
+        checkpoint had `settled`: entries above are forgotten where Redis has lost them, because their tickets
+        are open again.
         """
         from tidemill.common.archive.archiver import sweep, writing  # brings pyarrow, which takes its time
 
@@ -91,61 +105,63 @@ class ArchivedHistory:
     async def _align(self, stream: StreamName, manifest: Manifest, settled: Positions | None) -> None:
         from tidemill.common.archive.archiver import cut_back
 
-        last = manifest.last_id
-        standing = await self._standing(stream, manifest)
-        if id_order(standing) >= id_order(last):
+        archived_id = manifest.last_id
+        equal_id = await self._equal_up_to(stream, manifest)
+        if id_order(equal_id) >= id_order(archived_id):
             return
-        keep = last
+        kept_id = archived_id
         if settled is not None:
-            keep = max(standing, min(last, settled.get(stream, START), key=id_order), key=id_order)
-        key = stream.key(self.keys)
-        is_numbered = stream in NUMBERED
-        has_moved = await scripts.continue_after(
+            settled_id = min(archived_id, settled.get(stream, START), key=id_order)
+            kept_id = max(equal_id, settled_id, key=id_order)
+        can_follow = await scripts.continue_after(
             self.broker,
-            stream=key,
-            last_known=standing,
-            entry_id=keep,
-            # Numbered entries have explicit ids.
-            moves_last_id=not is_numbered,
+            stream=stream.key(self.keys),
+            last_known=equal_id,
+            entry_id=kept_id,
+            # Consecutive entries are appended with explicit ids: the stream's last one need not move.
+            moves_last_id=stream not in CONSECUTIVE,
         )
-        if not has_moved:
-            keep = standing  # what came since would never be archived
-        if keep == last:
+        if not can_follow:
+            # Redis has new entries below `kept_id` already, which would never be archived.
+            kept_id = equal_id
+        if kept_id == archived_id:
             return
-        num_lost = await self._threads.run(cut_back, manifest.folder, stream.message_type, keep)
+        num_lost = await self._threads.run(cut_back, manifest.folder, stream.message_type, kept_id)
         log.warning(
             "Redis has lost entries that were archived; the archive forgets them too",
             stream=str(stream),
-            after=keep,
+            after=kept_id,
             count=num_lost,
         )
 
-    async def _standing(self, stream: StreamName, manifest: Manifest) -> str:
-        """The id up to which the archive has what Redis holds or has trimmed; it loses the newest first."""
+    async def _equal_up_to(self, stream: StreamName, manifest: Manifest) -> str:
+        """The id up to which Redis has trimmed the stream, or holds what the archive has."""
         key = stream.key(self.keys)
         below = await trimmed_below(self.broker, self.keys.state, key)
-        standing = id_before(below)
+        trimmed_id = id_before(below)
         first = await read_raw(self.broker, key, count=1)
         # Redis is empty, or trimmed beyond the archive: there is no entry to compare.
-        if not first or id_order(standing) >= id_order(manifest.last_id):
-            return standing
+        if not first or id_order(trimmed_id) >= id_order(manifest.last_id):
+            return trimmed_id
         first_id = max(first[0][0], below, key=id_order)
-        # Redis loses the newest first: below the first one that stands, all others stand.
+        # A server loses its newest entries first: where one is equal, all before it are.
         async for record in self._newest_first(manifest, stream, first_id):
             entries = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
-            if entries and _payload(
-                decoded(entries[0][0].encode(), entries[0][1], stream.message_type)
-            ) == _payload(record):
+            if not entries:
+                continue
+            entry_id, fields = entries[0]
+            of_redis = decoded(entry_id.encode(), fields, stream.message_type)
+            if _fingerprint(of_redis) == _fingerprint(record):
                 return record.entry_id
-        return standing
+        return trimmed_id
 
     async def _newest_first(
         self, manifest: Manifest, stream: StreamName, first_id: str
     ) -> AsyncIterator[Entry[Any] | Garbled]:
         from tidemill.common.archive.reader import select
 
-        parts = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
-        while (records := await self._threads.run(next, parts, None)) is not None:
+        batches = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
+        while (records := await self._threads.run(next, batches, None)) is not None:
             for record in records:
                 yield record
 
@@ -172,12 +188,13 @@ class ArchivedHistory:
         return archive_folder(self.run_dir)
 
 
-def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
+def _missing(folder: Path, position: str, trimmed_id: str) -> list[str]:
+    """What the archive lacks of the entries after `position`. Up to `trimmed_id` Redis has none."""
     manifest = Manifest.load(folder)
     problems = []
     if id_order(manifest.removed.last_id) > id_order(position):
         problems.append(f"entries up to {manifest.removed.last_id} were removed by retention")
-    problems += missing_after(manifest, position, trimmed)
+    problems += missing_after(manifest, position, trimmed_id)
     needed = [segment for segment in manifest.segments if id_order(segment.last_id) > id_order(position)]
     damages = map(_damage, needed)
     problems += filter(None, damages)
@@ -185,6 +202,7 @@ def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
 
 
 def _damage(segment: ArchiveSegment) -> str:
+    """What is wrong with a segment's file; empty where it is whole."""
     content = f"{segment.path.name}, with {segment.entries} entries,"
     try:
         is_whole = file_checksum(segment.path) == segment.checksum
@@ -193,8 +211,9 @@ def _damage(segment: ArchiveSegment) -> str:
     return "" if is_whole else f"{content} is damaged: its checksum differs"
 
 
-def _payload(record: Entry[Any] | Garbled) -> Any:
-    """A value that differs between records; a claim has that of the payload that it claims."""
+def _fingerprint(record: Entry[Any] | Garbled) -> Any:
+    """A value that is equal for equal records alone. Of a claim to a payload that is stored elsewhere it is
+    the payload's digest, which is also the fingerprint of the record with the payload in it."""
     if isinstance(record, Garbled):
         return record.fields
     message = record.message

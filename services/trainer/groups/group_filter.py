@@ -54,22 +54,10 @@ class Refusal:
 
 
 class LeftOut(NamedTuple):
-    """Why a sample is not trained, though its group may be: `failed_score`, "no result within 30 s"."""
+    """Why a sample is not trained: `failed_score`, "KeyError: 'score' (mine.py, line 4)"."""
 
     reason: str
     detail: str = ""
-
-
-def _reason_of_fault(trajectory: Trajectory, fault: str) -> str:
-    """The reason for leaving out a trajectory with this fault (`fault_of`)."""
-    if fault.startswith(ROUTES_FAULT):
-        return NO_CHOICES
-    if fault.startswith((LOGPROBS_FAULT, PLACEHOLDER_FAULT)):
-        return BAD_NUMBERS
-    if fault.startswith(PICTURES_FAULT):
-        return NO_PAYLOAD
-    is_claimed = trajectory.claim is not None or trajectory.lacks_choices
-    return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT
 
 
 class GroupFilter:
@@ -114,37 +102,39 @@ class GroupFilter:
             return None
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
-        rewards: dict[int, float] = {}
+        rewards_by_index: dict[int, float] = {}
         failures: dict[int, LeftOut] = {}
         for index, score in sorted(group.scores.items()):
             reward = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
             if not isinstance(reward, LeftOut):
-                rewards[index] = reward
+                rewards_by_index[index] = reward
                 continue
             failures[index] = reward
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (score.on_failure or self.reward.on_failure) == "drop_group":
                 return Refusal(FAILED_SCORE, reward.detail)
-        greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
-        sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
+        greedy: dict[int, float] = {}
+        sampled: dict[int, float] = {}
+        for index, reward in rewards_by_index.items():
+            lot = greedy if group.trajectories[index].is_greedy else sampled
+            lot[index] = reward
         left_out = [(index, failure.reason) for index, failure in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
-            rewards = sampled
             greedy = {}
         elif not greedy:
             return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
-        if len(rewards) < self.reward.min_group_size or not sampled:
+        # The greedy sample is compared with, so it counts.
+        compared = [*sampled.values(), *greedy.values()]
+        if len(compared) < self.reward.min_group_size or not sampled:
             details = sorted(failure.detail for failure in failures.values() if failure.detail)
-            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(details[:1])}"
+            detail = f"{len(compared)} of {len(group.scores)} scored. {' '.join(details[:1])}"
             return Refusal(FEW_SCORES, detail)
-        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal. The greedy
-        # sample counts too: where all others have more than it, they have an advantage.
-        is_constant = len(set(rewards.values())) == 1
+        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
+        is_constant = len(set(compared)) == 1
         # With a teacher whose weight is not 0, samples of equal rewards are trained too.
         if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
-            values = tuple(rewards.values())
-            return Refusal(ZERO_VARIANCE, f"every reward is {values[0]}", values)
+            return Refusal(ZERO_VARIANCE, f"every reward is {compared[0]}", tuple(compared))
         try:
             samples = [self._filled(group, index, reward, teacher) for index, reward in sampled.items()]
             baselines = [self._filled(group, index, reward, None) for index, reward in greedy.items()]
@@ -177,21 +167,13 @@ class GroupFilter:
     def _reward(
         self, trajectory: Trajectory, score: Score, are_masked: bool, is_taught: bool
     ) -> float | LeftOut:
-        """The reward of a sample, or why it is left out."""
+        """The reward of a sample; or why it is left out."""
         fault = fault_of(trajectory)
         if fault:
             return LeftOut(_reason_of_fault(trajectory, fault), fault)
-        if self.routing is not None:
-            routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
-            if routes is None:
-                return LeftOut(NO_CHOICES, "the engine recorded no routes, or not of every token")
-            problem = find_routes_fault(routes, self.routing)
-            if problem:
-                return LeftOut(NO_CHOICES, problem)
-        if are_masked and not trajectory.is_greedy:
-            problem = missing_mask(trajectory)
-            if problem:
-                return LeftOut(NO_CHOICES, problem)
+        problem = self._find_choices_fault(trajectory, are_masked)
+        if problem:
+            return LeftOut(NO_CHOICES, problem)
         if score.value is not None:
             lacks_teacher = is_taught and score.teacher_logprobs is None
             return LeftOut(MISSING_TEACHER) if lacks_teacher else score.value
@@ -199,6 +181,19 @@ class GroupFilter:
         if not is_taught and not score.on_failure and self.reward.failure_value is not None:
             return self.reward.failure_value
         return LeftOut(FAILED_SCORE, score.error)
+
+    def _find_choices_fault(self, trajectory: Trajectory, are_masked: bool) -> str:
+        """Which recorded choices of the engine (routes, sampling masks) the sample lacks; empty for none."""
+        if self.routing is not None:
+            routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
+            if routes is None:
+                return "the engine recorded no routes, or not of every token"
+            problem = find_routes_fault(routes, self.routing)
+            if problem:
+                return problem
+        if are_masked and not trajectory.is_greedy:
+            return missing_mask(trajectory)
+        return ""
 
     def _filled(
         self, group: Group, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
@@ -230,3 +225,15 @@ class GroupFilter:
         else:
             sample.set_mask(mask_of_whole_turns(trajectory))
         return sample
+
+
+def _reason_of_fault(trajectory: Trajectory, fault: str) -> str:
+    """The reason for leaving out a sample that has this fault."""
+    if fault.startswith(ROUTES_FAULT):
+        return NO_CHOICES
+    if fault.startswith((LOGPROBS_FAULT, PLACEHOLDER_FAULT)):
+        return BAD_NUMBERS
+    if fault.startswith(PICTURES_FAULT):
+        return NO_PAYLOAD
+    is_claimed = trajectory.claim is not None or trajectory.lacks_choices
+    return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT

@@ -14,6 +14,7 @@ import structlog
 
 from tidemill.common.command_line import command_line
 from tidemill.common.config.diagnostics import Check, HealthyRange, Ranges, checks_with
+from tidemill.common.digits import few_digits
 from tidemill.common.run.state import STEP, Record
 from tidemill.common.telemetry import metrics
 
@@ -180,11 +181,12 @@ def time_advice(numbers: Mapping[str, Any]) -> str:
     """Advice about the longest wait of the step."""
     waits = {name: float(numbers.get(name) or 0.0) for name in WAITS}
     longest = max(waits, key=lambda name: waits[name])
+    waited = f"It waited {few_digits(waits[longest])} s for"
     if longest == SCORES_WAIT and float(numbers.get("scores/failed_ratio") or 0.0) > MOSTLY_FAILED:
         return (
-            f"It waited {waits[longest]:.3g} s for scores, and most of them failed: first see to it that the "
-            f"reward gives values. `{command_line('status')}` says why it fails."
+            f"{waited} scores, and most of them failed: first see to it that the reward gives values. "
+            f"`{command_line('status')}` says why it fails."
         )
     if not waits[longest]:
         return f"`{command_line('status')}` says who waits for whom."
-    return f"It waited {waits[longest]:.3g} s for {WAITS[longest]}."
+    return f"{waited} {WAITS[longest]}."

@@ -1,6 +1,7 @@
 """How much of its devices a policy uses: FLOPs of the model, peak FLOP/s of a device, memory. None of it
 changes a bit of what is computed."""
 
+import re
 import resource
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,48 +16,68 @@ from tidemill.services.trainer.policy.layers import layers_of, tower_of
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 
 PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
     "B300": 2250e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H20": 148e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
-"""FLOP/s of dense bf16 products with float32 sums, by part of the device's name; the first match counts."""
+"""FLOP/s of dense bf16 products with float32 sums, by words of the device's name; the first match counts."""
 
 
 def peak_flops() -> float:
     """Peak FLOP/s of this process's device; 0 where it is not known."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), 0.0)
+    return peak_flops_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else 0.0
+
+
+def peak_flops_of(device_name: str) -> float:
+    """Peak FLOP/s of the device that torch calls so, such as "NVIDIA H100 80GB HBM3"; 0 where not known."""
+    for words, flops in PEAK_FLOPS.items():
+        # Whole words: an A1000 is no A100.
+        if re.search(rf"\b{words}\b", device_name):
+            return flops
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
     """FLOPs of forward and backward pass; what is recomputed counts once (arXiv 2204.02311, appendix B)."""
 
-    token: float = 0.0
-    """A token: 6 for each weight of a matrix, 4 for one that is not trained; only experts that it uses."""
-    score: float = 0.0
-    """A scored token: the output head."""
-    pair: float = 0.0
-    """A token and one that it attends to: 6 * heads * (size of a query + of a value) * layers that attend."""
-    picture_token: float = 0.0
-    """A token of a picture, in tower and projector: 6 for each weight of a matrix, and only 2 for one that is
-    not trained, as no gradient goes on to what comes before a frozen tower."""
-    picture_pair: float = 0.0
-    """Two tokens of one picture, in layers of the tower where all its patches attend to each other."""
+    per_token: float = 0.0
+    """6 for each weight of a matrix, 4 for one that is not trained; only experts that the token uses."""
+    per_scored_token: float = 0.0
+    """The output head, by the same rule."""
+    per_pair: float = 0.0
+    """Of a token and one that it attends to: 6 * heads * (size of a query + that of a value) * layers with
+    attention."""
+    per_picture_token: float = 0.0
+    """In tower and projector: 6 for each weight of a matrix, and only 2 for one that is not trained, as no
+    gradient goes on to what comes before a frozen tower."""
+    per_picture_pair: float = 0.0
+    """Of two tokens of one picture, in layers of the tower where all its patches attend to each other."""
 
     def of(self, sums: Sums) -> float:
-        """FLOPs of micro-batches, without padding. Tokens that rows share count once. Of the pairs, which are
-        not counted so, the same share is taken off."""
-        tokens = min(sums.positions, sums.row_tokens)
-        pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
-        text = self.token * tokens + self.score * sums.tokens + self.pair * pairs
-        pictures = self.picture_token * sums.picture_tokens + self.picture_pair * sums.picture_pairs
+        """FLOPs of micro-batches, without padding.
+
+        A token that several rows share is computed once, and counts once. Their pairs were counted for each
+        row: the same share is taken off.
+        """
+        computed_tokens = min(sums.positions, sums.row_tokens)
+        computed_pairs = sums.row_pairs * computed_tokens / max(sums.row_tokens, 1)
+        text = self.per_token * computed_tokens
+        text += self.per_scored_token * sums.tokens
+        text += self.per_pair * computed_pairs
+        pictures = self.per_picture_token * sums.picture_tokens + self.per_picture_pair * sums.picture_pairs
         return float(text + pictures)
 
 
@@ -64,41 +85,61 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     """FLOPs of a model, which may be on the meta device, or split over ranks."""
     text = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
-    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
-    token = sum(
-        (6.0 if weight.requires_grad else 4.0)
-        * weight.numel()
-        * (min(1.0, chosen / weight.shape[0]) if weight.ndim == 3 else 1.0)
-        for weight in model.get_decoder().parameters()
-        if weight.ndim >= 2 and weight is not embedding
-    )
+    num_chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+    per_token = 0.0
+    for weight in model.get_decoder().parameters():
+        # A norm is no matrix, and a row of the embedding is only looked up.
+        if weight.ndim < 2 or weight is embedding:
+            continue
+        flops = _matrix_flops(weight)
+        if weight.ndim == 3:  # [experts, out, in]
+            flops *= min(1.0, num_chosen / weight.shape[0])
+        per_token += flops
+    per_pair = 0.0
     heads = int(getattr(text, "num_attention_heads", None) or 0)
-    pair = 6.0 * heads * (head_size(text) + value_size(text)) * num_attending(text) if heads else 0.0
-    return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair, *_tower_flops(model))
+    if heads:
+        per_pair = 6.0 * heads * (head_size(text) + value_size(text)) * num_attending(text)
+    per_picture_token, per_picture_pair = _tower_flops(model)
+    return ModelFlops(
+        per_token=per_token,
+        per_scored_token=_matrix_flops(model.get_output_embeddings().weight),
+        per_pair=per_pair,
+        per_picture_token=per_picture_token,
+        per_picture_pair=per_picture_pair,
+    )
+
+
+def _matrix_flops(weight: nn.Parameter) -> float:
+    """FLOPs of a token in the product with this matrix: 2 for each weight forward, 2 for the gradient of what
+    comes before, and 2 for its own gradient where it is trained."""
+    return (6.0 if weight.requires_grad else 4.0) * weight.numel()
 
 
 def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
-    """`picture_token` and `picture_pair`; zeros for a model without a tower of patches."""
+    """`per_picture_token` and `per_picture_pair`; zeros for a model without a tower of patches."""
     vision: Any = getattr(model.config, "vision_config", None)
     tower = tower_of(model)
     if not tower or not hasattr(vision, "patch_size"):
         return 0.0, 0.0
     # Patches that a token of the text stands for: of Qwen a square of them, of LLaVA one.
     num_patches = int(getattr(vision, "spatial_merge_size", 1)) ** 2
-    of_text = set(model.get_decoder().modules())
-    blocks = [block for block in layers_of(model) if block not in of_text]
-    of_blocks = {id(module) for block in blocks for module in block.modules()}
-    token = 0.0
+    text_modules = set(model.get_decoder().modules())
+    block_modules: set[nn.Module] = set()
+    for block in layers_of(model):
+        if block not in text_modules:
+            block_modules.update(block.modules())
+    per_token = 0.0
     for section in tower:
         for module in section.modules():
             # A row of an embedding is added, and multiplied by nothing.
             if isinstance(module, nn.Embedding):
                 continue
-            takes_patches = id(module) in of_blocks or isinstance(module, nn.Conv2d | nn.Conv3d)
+            # Blocks and the first convolution see patches; what joins and projects them sees tokens.
+            takes_patches = module in block_modules or isinstance(module, nn.Conv2d | nn.Conv3d)
             for weight in module.parameters(recurse=False):
                 if weight.ndim >= 2:
                     flops = (6.0 if weight.requires_grad else 2.0) * weight.numel()
-                    token += flops * (num_patches if takes_patches else 1)
+                    per_token += flops * (num_patches if takes_patches else 1)
     is_trained = any(weight.requires_grad for section in tower for weight in section.parameters())
     # Scores of a patch with another one, and its value: 2 products, backward 4 more.
     patch_pair = (12.0 if is_trained else 4.0) * int(vision.hidden_size)
@@ -107,9 +148,9 @@ def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
     full_layers = getattr(vision, "fullatt_block_indexes", None)
     num_full = num_layers if full_layers is None else len(full_layers)
     if num_full < num_layers:
-        window = (int(vision.window_size) // int(vision.patch_size)) ** 2
-        token += (num_layers - num_full) * patch_pair * window * num_patches
-    return token, num_full * patch_pair * num_patches**2
+        window_patches = (int(vision.window_size) // int(vision.patch_size)) ** 2
+        per_token += (num_layers - num_full) * patch_pair * window_patches * num_patches
+    return per_token, num_full * patch_pair * num_patches**2
 
 
 WITHOUT_PAIRS = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp")

@@ -1,6 +1,6 @@
 """The ranks that train one model, as they exchange values and write files together: nothing is pickled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,11 +16,16 @@ Thread = Literal["policy", "weights", "states"]
 
 
 class Peers(Protocol):
+    """The ranks, as one of them sees them."""
+
     rank: int
+    """The number of this one, from 0."""
     size: int
+    """How many there are."""
 
     def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
-        """Every rank's bytes, on every rank; `thread` is the one that calls."""
+        """Every rank's bytes, on every rank. `thread` is the one that calls: those of one name answer each
+        other, so that the threads of a rank need no common order."""
 
 
 class Alone:
@@ -43,18 +48,21 @@ def write_together(
     Raises:
         StorageError: the disk of a rank, which is named, did not take its part; on every rank.
     """
+    written: Any = None
+    failure: tuple[int | None, str] | None = None
     try:
         with storage_errors(content, folder):
-            receipt = [write()]
+            written = write()
     except StorageError as error:
         # Not raised before all ranks have reported: others wait in `gather` for this rank's receipt.
-        receipt = [error.errno, error.reason]
-    receipts = [unpack(packed) for packed in peers.gather(pack(receipt), thread)]
-    for rank, (first, *reason) in enumerate(receipts):
-        if reason:
+        failure = (error.errno, error.reason)
+    receipts = [unpack(packed) for packed in peers.gather(pack((written, failure)), thread)]
+    for rank, (_, failure_of_rank) in enumerate(receipts):
+        if failure_of_rank is not None:
+            errno, reason = failure_of_rank
             where = f" (rank {rank})" if peers.size > 1 else ""
-            raise StorageError(content, folder, first, f"{reason[0]}{where}")
-    return [written for (written,) in receipts]
+            raise StorageError(content, folder, errno, f"{reason}{where}")
+    return [written_by_rank for written_by_rank, _ in receipts]
 
 
 def pack(value: Any) -> bytes:
@@ -69,28 +77,38 @@ def unpack(payload: bytes, *kinds: type) -> Any:
     by_name = {kind.__name__: kind for kind in kinds}
 
     def decode(tree: dict[str, Any]) -> Any:
-        if "dtype" in tree:
-            return np.frombuffer(tree["data"], dtype=tree["dtype"]).reshape(tree["shape"])
-        if "path" in tree:
-            return Path(tree["path"])
-        return by_name[tree.pop("kind")](**tree) if "kind" in tree else tree
+        """The inverse of `_encode`, for a map that it has made; other maps stay."""
+        if ARRAY in tree:
+            return np.frombuffer(tree["data"], dtype=tree[ARRAY]).reshape(tree["shape"])
+        if PATH in tree:
+            return Path(tree[PATH])
+        if KIND in tree:
+            return by_name[tree.pop(KIND)](**tree)
+        return tree
 
     return msgpack.unpackb(payload, object_hook=decode, use_list=False)
+
+
+# Keys that no field and no other map has.
+ARRAY = "$array"
+PATH = "$path"
+KIND = "$kind"
 
 
 def _encode(value: Any) -> Any:
     """A value of a type that msgpack lacks, in types that it has."""
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "shape": value.shape, "data": value.tobytes()}
+        return {ARRAY: str(value.dtype), "shape": value.shape, "data": value.tobytes()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Path):
-        return {"path": str(value)}
-    names = getattr(value, "_fields", ())
+        return {PATH: str(value)}
     if isinstance(value, BaseModel):
-        names = type(value).model_fields
-    if is_dataclass(value):
+        names: Iterable[str] = type(value).model_fields
+    elif is_dataclass(value):
         names = [item.name for item in fields(value) if item.init]
+    else:
+        names = getattr(value, "_fields", ())  # of a named tuple
     if names:
-        return {"kind": type(value).__name__} | {name: getattr(value, name) for name in names}
-    return list(value)
+        return {KIND: type(value).__name__} | {name: getattr(value, name) for name in names}
+    return list(value)  # of a tuple, which `strict_types` sends here

@@ -64,6 +64,10 @@ SOURCE = """
             known = [score for score in scores if score is not None]
             return [sum(known) / len(known) if score is None else score for score in scores]
 
+    class Drops(Agent):
+        def post_process_scores(self, scores):
+            return [*scores[:-1], None]
+
     class Breaks(Agent):
         def post_process_scores(self, scores):
             raise RuntimeError("no group today")
@@ -94,6 +98,8 @@ def path(tmp_path: Path) -> str:
     ({"function": "FILE:number", "group": "FILE:short"}, ("2", "4"), [None, None], "expected 2"),
     ({"function": "FILE:number", "group": "FILE:picks"}, ("4", "2"), [None, 2.0], ""),
     ({"function": "FILE:Fills"}, ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
+    ({"function": "FILE:Drops"}, ("4", "2"), [4.0, None],
+     "post_process_scores of reward Drops returned None"),
     ({"rewards": {"a": {"function": "FILE:Breaks", "on_failure": 0.5}, "b": {"function": "FILE:length"}}},
      ("4", "3"), [1.5, 1.5], "no group today"),
 ])  # fmt: skip

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.support.rewards import make_sample
 from tidemill.common.config import NamedRewardConfig
@@ -131,6 +133,23 @@ async def test_router_and_tokenizer_reach_a_function_that_takes_them(load: Any) 
     check_reward("mine", NamedRewardConfig(function=function.name, router="judge"), {})
 
 
+@pytest.mark.parametrize("source", [
+    "def reward(solution_str, reward_model_tokenizer): return reward_model_tokenizer.vocab_size",
+    "class reward:\n    def compute_score(self, solution_str, reward_model_tokenizer):\n"
+    "        return reward_model_tokenizer.vocab_size",
+])  # fmt: skip
+def test_functions_and_classes_get_the_tokenizer_that_is_configured(tmp_path: Path, source: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "mine.py").write_text(source)
+    function = load_function(f"{tmp_path}/mine.py:reward", {}, tokenizer=str(folder))
+    spec = {name: value for name, value in function.spec().items() if name != "maker"}
+    (outcome,) = call(load_function(**spec), sample())  # as in the function's process
+    assert outcome.value == 2.0
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -178,6 +197,11 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
         ("completions, **kwargs): return [1.0, 2.0]", "returned 2 rewards; expected 1", False),
         ("completions, **kwargs): return ['good']", "element 0 is the text 'good'", False),
         ("completions, **kwargs): return [float('nan')]", "element 0 is nan", False),
+        (
+            "completions, log_extra, **kwargs): log_extra('note', None); return [1.0]",
+            r"logged None by log_extra\('note', ...\); expected a list .* \(rewards0.py, line 1\)",
+            False,
+        ),
         ("solution_strs): return []", "returned 0 rewards; expected 1", False),
         ("solution_str): return 1 / 0", r"ZeroDivisionError: .* \(rewards0.py, line 1\)", False),
     ],
@@ -260,6 +284,7 @@ def test_functions_of_verls_batch_manager_get_lists(load: Any) -> None:
     ("import nowhere_to_be_found", "ModuleNotFoundError: .*nowhere_to_be_found.*rewards0.py, line 1"),
     ("\n\ndef reward(:", r"SyntaxError.*\(rewards0.py, line 3\)"),
     ("raise ValueError('not today')", "ValueError: not today"),
+    ("import json\nTABLE = json.loads('{')", r"JSONDecodeError: .*\(rewards0.py, line 2\)"),
     ("import sys; sys.exit(0)", "SystemExit"),
     ("def rewards(): ...", "has no 'reward'; did you mean 'rewards'"),
     ("", "its functions: none"),

@@ -11,9 +11,11 @@ from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.store import ClaimStore
+from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, score_of
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, make_weighted_sum, score_of
 from tidemill.services.reward.sample import RewardSample
 
 
@@ -292,3 +294,17 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(monkeypat
     assert slept[:3] == slept[3:]
     assert len(set(slept)) == 3
     assert all(1.0 <= delay_s <= 40.0 for delay_s in slept)
+
+
+def test_kept_results_of_a_function_are_of_what_the_servers_of_its_router_serve() -> None:
+    def version_with(model: str) -> str:
+        rewards = {"asks": {"function": "exact_match", "router": "grader", "cache": True}}
+        servers = {"grader": {"base_urls": ["http://127.0.0.1:1/v1"], "model": model}}
+        config = make_config(reward={"rewards": rewards}, servers=servers)
+        redis: Any = None
+        dependencies = RewardDependencies(config, redis, Keys("run"), "reward-0")
+        (named,) = make_weighted_sum(config.reward, dependencies).rewards
+        return named.version
+
+    assert version_with("a") == version_with("a")
+    assert version_with("a") != version_with("b")

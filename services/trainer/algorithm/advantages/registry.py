@@ -26,7 +26,7 @@ Scope = Literal["group", "batch"]
 
 
 class RewardsOfGroup:
-    """A group as estimators see it (`GroupRewards`). Its samples have shaped rewards.
+    """Implements `GroupRewards`: a group, whose samples have shaped rewards, as estimators see it.
 
     What only some estimators read is computed when they do.
     """
@@ -66,7 +66,7 @@ class RewardsOfGroup:
 
     @property
     def values(self) -> list[Float64]:
-        return [_values(sample) for sample in self.samples]
+        return [_values_of_head(sample) for sample in self.samples]
 
     @property
     def discounts(self) -> list[Discount]:
@@ -80,7 +80,8 @@ class RewardsOfGroup:
     def components(self) -> list[list[float | None]]:
         rows: list[list[float | None]] = []
         for sample in self.samples:
-            score = self.group.scores.get(sample.key[1])
+            _, index = sample.key
+            score = self.group.scores.get(index)
             components = score.components if score else {}
             rows.append([components.get(name) for name in self._reward_names])
         return rows
@@ -100,14 +101,11 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
 
         return load_users_advantage(algorithm.advantage)
     advantage = ADVANTAGES[algorithm.advantage]
+    scope = advantage.scope
+    # Of these, only the whitening looks at the whole mini-batch.
     if advantage.needs_values and not algorithm.value.whiten:
-        return "group", advantage.estimate
-    return advantage.scope, advantage.estimate
-
-
-def _values(sample: Sample) -> Float64:
-    assert "values" in sample.columns, "`Policy.precompute` comes before advantages"
-    return sample.columns["values"][sample.mask].astype(np.float64)
+        scope = "group"
+    return scope, advantage.estimate
 
 
 class Advantages:
@@ -135,41 +133,35 @@ class Advantages:
         of_step = algorithm or self._algorithm  # shaping alone reads coefficients that move
         penalties = self._shape(groups, of_step)
 
-        def rewards_of(sample: Sample) -> Float64:
+        def token_rewards_of(sample: Sample) -> Float64:
             return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
 
-        samples = [sample for group in groups for sample in group.samples]
         reward_groups = [
-            RewardsOfGroup(group, self._algorithm, self._weights_by_reward, rewards_of) for group in groups
+            RewardsOfGroup(group, self._algorithm, self._weights_by_reward, token_rewards_of)
+            for group in groups
         ]
-        values = self._estimate(reward_groups, self._algorithm)
+        samples = [sample for group in groups for sample in group.samples]
+        advantages = self._estimate(reward_groups, self._algorithm)
         if self._algorithm.advantage_traits.needs_values:
-            for sample, value in zip(samples, values, strict=True):
-                sample.fill("returns", sample.spread(value + _values(sample)))
-            if self._algorithm.value.whiten:
-                values = list(whiten(values))  # type: ignore[arg-type]
+            advantages = self._fill_returns(samples, advantages)
         try:
-            for sample, value in zip(samples, values, strict=True):
-                sample.set_advantage(value if isinstance(value, float) else sample.spread(value))
-            taught = [sample for sample in samples if sample.teacher_weight]
-            if taught:
-                from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
-
-                for sample in taught:
-                    add_teacher(sample, self._algorithm.teacher)
+            for sample, advantage in zip(samples, advantages, strict=True):
+                is_one_number = isinstance(advantage, float)
+                sample.set_advantage(advantage if is_one_number else sample.spread(advantage))
+            self._add_teachers(samples)
         except ValueError as error:
             raise TidemillError(
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"
             ) from error
 
     def _shape(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> dict[TrajectoryKey, float]:
-        """Fill in shaped rewards; returns what was taken off for the length of a sample within its group, by
-        key, where there is such a penalty."""
+        """Fill in shaped rewards. Returns the penalties of length within groups, by sample, if there are."""
         penalties: dict[TrajectoryKey, float] = {}
         for group in groups:
             if algorithm.length_penalty.is_on:
                 costs = length_penalties(group.samples, algorithm)
-                penalties.update((s.key, cost) for s, cost in zip(group.samples, costs, strict=True))
+                for sample, cost in zip(group.samples, costs, strict=True):
+                    penalties[sample.key] = cost
             for sample in group.samples:
                 penalty = penalties.get(sample.key, 0.0)
                 sample.shaped_reward = shaped_reward(sample, algorithm, self._max_tokens, penalty)
@@ -177,3 +169,29 @@ class Advantages:
                 baseline = group.baseline
                 baseline.shaped_reward = overlong_reward(baseline, algorithm, self._max_tokens)
         return penalties
+
+    def _fill_returns(self, samples: Sequence[Sample], advantages: Values) -> Values:
+        """Fill in what the value head learns, advantage plus value at each trained token. Returns the
+        advantages as they are trained: whitened, where the config says so."""
+        for sample, advantage_A in zip(samples, advantages, strict=True):
+            sample.fill("returns", sample.spread(advantage_A + _values_of_head(sample)))
+        if not self._algorithm.value.whiten:
+            return advantages
+        # With a value head each of them is an array.
+        return list(whiten(advantages))  # type: ignore[arg-type]
+
+    def _add_teachers(self, samples: Sequence[Sample]) -> None:
+        """Add the teacher's share to the advantages of samples that have one."""
+        taught = [sample for sample in samples if sample.teacher_weight]
+        if not taught:
+            return
+        from tidemill.services.trainer.algorithm.advantages.teacher import add_teacher
+
+        for sample in taught:
+            add_teacher(sample, self._algorithm.teacher)
+
+
+def _values_of_head(sample: Sample) -> Float64:
+    """[A]: the value head's estimates at the trained tokens."""
+    assert "values" in sample.columns, "`Policy.precompute` comes before advantages"
+    return sample.columns["values"][sample.mask].astype(np.float64)

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from tidemill.common.process.failures import MAX_CAUSES, OTHER, FailureLog, added_up, cause_of, doubling
+from tidemill.common.process.failures import (
+    MAX_CAUSES,
+    OTHER,
+    FailureLog,
+    added_up,
+    cause_of,
+    doubling,
+    shorten,
+)
 from tidemill.common.process.users_code import defined_at, raised_at
 
 
@@ -28,6 +36,16 @@ def test_a_reason_names_the_users_line_and_not_the_librarys() -> None:
         ("KeyError: 'a' (my.py, line 4)", "KeyError: 'a' (my.py, line 5)", False),
         ("KeyError: 'a' (my.py, line 4)", "IndexError: 'a' (my.py, line 4)", False),
         ("returned None (my.py, line 4)", "returned None (my.py, line 4)", True),
+        (
+            "SyntaxError: bad (<string>, line 1) (my.py, line 4)",
+            "SyntaxError: bad (<string>, line 2) (my.py, line 4)",
+            True,
+        ),
+        (
+            "SyntaxError: bad (<string>, line 1) (my.py, line 4)",
+            "SyntaxError: bad (<string>, line 1) (my.py, line 9)",
+            False,
+        ),
         ("a.example answered 500: id 17", "a.example answered 500: id 18", True),
     ],
 )
@@ -46,6 +64,22 @@ def test_a_process_keeps_the_last_reason_of_each_cause_and_few_causes() -> None:
     assert len(log.failures) <= MAX_CAUSES + 1
     assert sum(failure.count for failure in log.failures) == 4 + 3 * MAX_CAUSES
     assert any(failure.cause == OTHER for failure in log.failures)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("KeyError: 'a' (f.py, line 4)", "KeyError: 'a' (f.py, line 4)"),
+        ("ValueError: no digit in\n an answer (f.py, line 4)", "ValueError: no digi… (f.py, line 4)"),
+        ("a server answered with a page of its own", "a server answered with a page of i…"),
+        (f"E: ({'long' * 9}.py, line 4)", "… (longlonglonglonglonglonglonglong"),
+    ],
+)
+def test_a_long_reason_keeps_the_users_line(reason: str, expected: str) -> None:
+    assert shorten(reason, 35) == expected and len(expected) <= 35
+    log = FailureLog()
+    log.note("reward r", "error", f"ValueError: {'x' * 1000} (f.py, line 4)")
+    assert log.failures[0].reason.endswith("x… (f.py, line 4)")
 
 
 def test_counts_of_several_processes_are_added_up_the_most_frequent_first() -> None:

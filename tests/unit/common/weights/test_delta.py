@@ -8,8 +8,8 @@ import pytest
 
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import file_checksum
-from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.delta import WINDOW, DeltaWriter, delta_name, merge, read_delta
+from tidemill.common.weights.bits import TensorInfo, safetensors_layout
+from tidemill.common.weights.delta import WINDOW, DeltaWriter, delta_name, merge, read_delta, write_whole
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +90,20 @@ def test_deltas_of_different_tensors_under_one_name_are_refused(tmp_path):
     second = write(tmp_path / "b.safetensors", (TensorInfo("scale", "F32", (9,)), [0], [1]))
     with pytest.raises(WeightsError, match=r"b\.safetensors"):
         list(merge([[first], [second]]))
+
+
+def test_files_that_do_not_fit_are_refused_in_plain_words(tmp_path):
+    head, _ = safetensors_layout([WIDE])
+    full = tmp_path / "full.safetensors"
+    full.write_bytes(head + bytes(WIDE.num_bytes))
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    with pytest.raises(WeightsError, match="it is no delta: its metadata lack records"):
+        read_delta(full)
+    for info, said in (
+        (BIG, r"changes .*embedding.*, which the full version does not have"),
+        (TensorInfo("scale", "F32", (9,)), r"changes .*\(9,\).*; the full version has .*\(8,\)"),
+    ):
+        delta = write(tmp_path / f"{info.name}.safetensors", (info, [0], [1]))
+        with pytest.raises(WeightsError, match=said):
+            write_whole([full], [[delta]], folder)

@@ -21,6 +21,7 @@ from tidemill.services.console.look.dashboard import (
     evaluation_line,
     flow_lines,
     learning_lines,
+    pace,
     process_table,
     sparkline,
     step_line,
@@ -30,8 +31,8 @@ from tidemill.services.console.look.snapshot import QueueDepth, RunSnapshot, Ste
 from tidemill.services.console.run.end import RunEnd, write_end
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.service_status import ServiceStatus
-from tidemill.services.console.text.formats import in_columns, share
-from tidemill.services.console.text.tree import shown
+from tidemill.services.console.text.formats import in_columns, printable, share, size
+from tidemill.services.console.text.tree import value_text
 from tidemill.services.console.up.views import PlainView
 
 NAN = float("nan")
@@ -56,7 +57,9 @@ def beat(
 
 
 def lines(run: RunSnapshot) -> dict[str, str]:
-    return {line.label: shown(line.value, line.unit) for line in (*learning_lines(run), *flow_lines(run))}
+    return {
+        line.label: value_text(line.value, line.unit) for line in (*learning_lines(run), *flow_lines(run))
+    }
 
 
 def printed(run: RunSnapshot, width: int = 80, **options: Any) -> str:
@@ -173,7 +176,7 @@ def test_a_process_is_shown_as_its_supervisor_and_its_heartbeat_know_it() -> Non
     def states() -> dict[str, tuple[str, str]]:
         states_by_process = {}
         for row in process_table(run, services).children:
-            cells = {cell.label: shown(cell.value) for cell in row.children}
+            cells = {cell.label: value_text(cell.value) for cell in row.children}
             states_by_process[cells["process"]] = (cells["state"], cells["what for"])
         return states_by_process
 
@@ -359,6 +362,24 @@ def test_a_small_share_has_no_long_row_of_digits() -> None:
     assert [share(value) for value in (0.000000442, 0.00125, 0.0288, 0.575, 1.0)] == [
         "0%", "0.125%", "2.88%", "57.5%", "100%",
     ]  # fmt: skip
+
+
+def test_sizes_shares_and_times_have_no_exponents() -> None:
+    assert [size(value) for value in (0, 999, 999_400, 999_600, 1.2e9, 999.6e9, 1.2345e15)] == [
+        "0 B", "999 B", "999 kB", "1 MB", "1.2 GB", "1 TB", "1,234 TB",
+    ]  # fmt: skip
+    assert [share(value) for value in (9.999, 12.345)] == ["1,000%", "1,234%"]
+    assert [value_text(value) for value in (0.12345, 9999.0, 12345.6)] == ["0.1235", "9999", "12,346"]
+    points = [StepPoint(1, {"step_time_s": 127.0}, 0.0)]
+    slow = RunSnapshot("run-1", steps=10, max_staleness=1, points=points)
+    assert "127 s a step" in pace(slow)
+
+
+def test_a_text_is_cut_off_only_where_it_is_too_long() -> None:
+    assert [printable(text, 4) for text in ("abcd", "abcde", "a\n", "ab\n", "abc\n")] == [
+        "abcd", "abc…", "a\\n", "ab\\n", "abc…",
+    ]  # fmt: skip
+    assert printable("a" * 5000 + "\n").endswith("a\\n")
 
 
 def test_what_to_do_next_fits_a_narrow_terminal() -> None:

@@ -104,6 +104,7 @@ def test_unseen_characters_become_marks_and_everything_is_escaped() -> None:
 
 def test_numbers_read_well() -> None:
     assert texts.number(-0.00123456, 3) == "−0.00123" and texts.number(12345.0) == "12\u202f345"
+    assert texts.number(12345.6) == "12\u202f346" and texts.signed(1234.5) == "+1\u202f234"
     assert texts.number(None) == "–" and texts.number(math.nan) == "nan" and texts.signed(0.5) == "+0.5"
     assert texts.span(1, 1) == "1" and texts.span(1, 2.5) == "1–2.5"
     assert took(0.0123) == "12 ms" and took(3700) == "1 h 01 min" and took(math.nan) == "–"

@@ -135,6 +135,7 @@ def test_a_loss_that_reads_the_reference_trains_demonstrations_alone(write):
         ("def advantage(rewards):\n    return rewards / 0 * 0\n", "must be finite"),
         ("def advantage(rewards):\n    return 'no'\n", "could not convert"),
         ("def advantage(rewards):\n    raise KeyError('x')\n", "KeyError"),
+        ("def advantage(rewards):\n    return eval('1 +')\n", "(<string>, line 1) (mine.py, line 2)"),
         ("def advantage(rewards):\n    return [[1, 2], [1, 2]]\n", "expected one number, or one"),
         ("import nowhere_to_be_found\n", "No module named"),
         ("def advantage(:\n", "line 1"),

@@ -15,6 +15,7 @@ import torch
 from tests.support.models import make_policy, make_samples, run_config, save_state
 from tests.support.samples import taught
 from tidemill.common.errors import ConfigError
+from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.trainer.groups.sample import Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.policy import transformers_policy
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
@@ -162,6 +163,13 @@ def test_calls_and_samples_arrive_as_they_were_sent():
     assert [as_plain(each) for each in arrived] == [as_plain(each) for each in (plain, with_teacher)]
     assert unpack(pack(("save_state", [Path("a/b")]))) == ("save_state", (Path("a/b"),))
     assert unpack(pack(("update", [2.5]))) == ("update", (2.5,))
+
+
+def test_fields_and_keys_may_be_called_as_what_is_packed():
+    info = TensorInfo("norm", "BF16", (2,))
+    assert unpack(pack([info]), TensorInfo) == (info,)
+    plain = {"path": "a", "dtype": "b", "kind": "c"}
+    assert unpack(pack(plain)) == plain
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 6])

@@ -17,7 +17,13 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.metrics.step_metrics import usage_metrics
 from tidemill.services.trainer.policy.attention import head_size, value_size
 from tidemill.services.trainer.policy.layers import tower_of
-from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, num_attending
+from tidemill.services.trainer.policy.usage import (
+    ModelFlops,
+    Usage,
+    count_flops,
+    num_attending,
+    peak_flops_of,
+)
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
 
@@ -35,7 +41,7 @@ def test_of_experts_those_count_that_a_token_uses():
         )  # fmt: skip
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        return count_flops(model).token
+            return count_flops(model).per_token
 
     assert of(2) - of(1) == 6 * 3 * 16 * 8
 
@@ -52,16 +58,16 @@ def test_a_tower_counts_by_its_patches_and_their_pairs(is_trained: bool) -> None
     each = 6 if is_trained else 2
     of_patch = 3 * 2 * 14 * 14 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96)
     window = 2 * each * 64 * 16
-    assert flops.picture_token == 4 * (each * of_patch + window) + each * (256 * 256 + 256 * 64)
-    assert flops.picture_pair == 2 * each * 64 * 16
+    assert flops.per_picture_token == 4 * (each * of_patch + window) + each * (256 * 256 + 256 * 64)
+    assert flops.per_picture_pair == 2 * each * 64 * 16
     assert flops.of(Sums(picture_tokens=10, picture_pairs=52)) == (
-        10 * flops.picture_token + 52 * flops.picture_pair
+        10 * flops.per_picture_token + 52 * flops.per_picture_pair
     )
-    assert count_flops(tiny_llama()).picture_token == 0.0
+    assert count_flops(tiny_llama()).per_picture_token == 0.0
 
 
 def test_what_rows_share_and_padding_are_no_work():
-    flops = ModelFlops(token=10.0, score=3.0, pair=1.0)
+    flops = ModelFlops(per_token=10.0, per_scored_token=3.0, per_pair=1.0)
     padded = Sums(tokens=4, positions=120, row_tokens=100, row_pairs=500)
     shared = Sums(tokens=4, positions=50, row_tokens=100, row_pairs=500)
     assert (flops.of(padded), flops.of(shared)) == (1000 + 12 + 500, 500 + 12 + 250)
@@ -75,7 +81,7 @@ def test_a_steps_use_is_over_all_ranks():
         "micro_batches": 2.0,
     }  # fmt: skip
     config = TrainerConfig(micro_batch_tokens=256, num_ranks=2)
-    usage = Usage(ModelFlops(token=1e12), 128e12, (2 << 30, 3 << 30))
+    usage = Usage(ModelFlops(per_token=1e12), 128e12, (2 << 30, 3 << 30))
     metrics = usage_metrics(numbers, result, usage, config)
     assert metrics == {
         "forward/fill": 512 / (2 * 2 * 256), "perf/tokens_per_s_per_rank": 100.0,
@@ -140,7 +146,7 @@ def test_pairs_of_compressed_attention_by_hand():
         "first_k_dense_replace": 1,
     }
     flops = count_flops(make_model("DeepseekV3", **fields))
-    assert flops.pair == 2 * 4 * 6 * (12 + 6)
+    assert flops.per_pair == 2 * 4 * 6 * (12 + 6)
 
 
 def test_layers_that_attend_to_no_token_have_no_pairs():
@@ -158,4 +164,18 @@ def test_weights_that_are_not_trained_count_less(lora):
     if lora:
         linears = [(32, 32)] * 2 + [(32, 16)] * 2 + [(32, 64)] * 3
         adapters = 2 * 2 * sum(map(sum, linears))
-    assert flops.token == (4 if lora else 6) * body + 6 * adapters
+    each = 4 if lora else 6
+    assert flops.per_token == each * body + 6 * adapters
+    assert flops.per_scored_token == each * 32 * 32, "adapters train no head"
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181), ("NVIDIA RTX A1000", 0), ("Tesla T4", 0),
+    ],
+)  # fmt: skip
+def test_a_peak_is_that_of_a_device_whose_whole_name_it_is(device_name: str, tera: int) -> None:
+    assert peak_flops_of(device_name) == tera * 1e12

@@ -1,0 +1,14 @@
+"""Numbers in messages."""
+
+LONGEST = 1e15
+"""A whole number below it has digits that people can read."""
+
+
+def few_digits(value: float, digits: int = 3) -> str:
+    """A number rounded to so many digits, but never so that its size is an exponent.
+
+    Of three digits: 0.125, 1.5, 61 and 1,235. `:.3g` writes the last one as 1.23e+03.
+    """
+    if 10**digits - 0.5 <= abs(value) < LONGEST:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
