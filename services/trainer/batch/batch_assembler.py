@@ -441,7 +441,7 @@ class BatchAssembler:
         groups = self.join.groups.values()
         lost = [g.ticket for g in groups if g.is_demonstration and not g.is_generated]
         if lost:
-            await self.scheduler.show(lost)
+            await self.scheduler.publish_demonstrations(lost)
         # Where something unreadable or refused arrived, a group may wait for it in vain: so not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):

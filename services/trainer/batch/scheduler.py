@@ -53,35 +53,40 @@ class Scheduler:
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Ticket] = {}
-        self._num_shown = 0
-        """Steps whose demonstrations this process has published."""
+        self._demonstrated_steps = 0
+        """This process has published the demonstrations of all steps below this one."""
 
     def limit(self, version: int) -> int:
         """Most tickets that may have been issued when `version` steps are committed."""
-        steps = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
-        return self.prompts.num_tickets(steps) + self.num_replacements
+        return self.prompts.num_tickets(self._num_open_steps(version)) + self.num_replacements
+
+    def _num_open_steps(self, version: int) -> int:
+        """How many steps, from the first one on, the gate lets in when `version` steps are committed."""
+        return min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
 
     async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
-        await self._show(version)
-        numbers = range(self.next_ticket, self.limit(version))
-        # Replacements have taken numbers too; without them, regular tickets keep their steps.
-        steps = [self.prompts.step_of(number - self.num_replacements) for number in numbers]
-        return await self._issue([self._next(n, step) for n, step in zip(numbers, steps, strict=True)])
+        await self._admit_demonstrations(version)
+        tickets = []
+        for number in range(self.next_ticket, self.limit(version)):
+            # Replacements take numbers too. Behind one of them ticket 9 is the regular ticket 8, and has the
+            # step of that.
+            step = self.prompts.step_of(number - self.num_replacements)
+            tickets.append(self._next(number, step))
+        return await self._issue(tickets)
 
-    async def _show(self, version: int) -> None:
+    async def _admit_demonstrations(self, version: int) -> None:
         """Publish the demonstrations of every step that the gate lets in. A trainer that starts publishes
         them once more, byte by byte: the first of a key counts."""
-        places = self.prompts.places
-        if places is None:
+        if self.prompts.places is None:
             return
-        end = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
-        for step in range(max(self._num_shown, version), end):
-            await self.show(places.tickets(step))
-        self._num_shown = end
+        end = self._num_open_steps(version)
+        for step in range(max(self._demonstrated_steps, version), end):
+            await self.publish_demonstrations(self.prompts.places.tickets(step))
+        self._demonstrated_steps = end
 
-    async def show(self, tickets: Sequence[int]) -> None:
-        """Publish these demonstrations, also where Redis has lost them."""
+    async def publish_demonstrations(self, tickets: Sequence[int]) -> None:
+        """Publish the demonstrations with these tickets, also where Redis has lost them."""
         assert self.prompts.places is not None
         trajectories = [self.prompts.places.trajectory(ticket) for ticket in tickets]
         # Before they are appended, as with tickets: the reader may get them before `append` returns.
@@ -96,7 +101,8 @@ class Scheduler:
         self.num_replacements += 1
         # With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
         # not be older than the step in progress allows.
-        return await self._issue([self._next(self.next_ticket, max(old.step, step), ticket, outcome)])
+        step_of_new = max(old.step, step)
+        return await self._issue([self._next(self.next_ticket, step_of_new, ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
         self.outstanding.pop(ticket, None)
@@ -107,26 +113,29 @@ class Scheduler:
         orphans: list[Entry[Ticket]] = []
         history = history or History(self.keys.run_id, None, self.broker)
         async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
-            if isinstance(entry, Entry) and isinstance(ticket := entry.message, Ticket):
-                if ticket.ticket == self.next_ticket:
-                    self.prompts.adopt(ticket)
-                    self.num_replacements += ticket.replaces >= 0
-                    # Replaced after the state was saved: else the trainer would wait for both.
-                    self.outstanding.pop(ticket.replaces, None)
-                    self.outstanding[ticket.ticket] = ticket
-                    self.next_ticket += 1
-                    adopted.append(ticket)
-                else:
-                    orphans.append(Entry(entry.entry_id, ticket))
+            if not isinstance(entry, Entry) or not isinstance(entry.message, Ticket):
+                continue
+            ticket = entry.message
+            if ticket.ticket != self.next_ticket:
+                orphans.append(Entry(entry.entry_id, ticket))
+                continue
+            self.prompts.adopt(ticket)
+            if ticket.replaces >= 0:
+                self.num_replacements += 1
+                # Replaced after the state was saved: else the trainer would wait for both.
+                self.outstanding.pop(ticket.replaces, None)
+            self.outstanding[ticket.ticket] = ticket
+            self.next_ticket += 1
+            adopted.append(ticket)
         if orphans:
             await self._withdraw(orphans)
         return adopted
 
     async def find_skipped(self) -> list[int]:
-        """Outstanding tickets that the stream has not got although it goes beyond them.
+        """Outstanding tickets that the stream lacks although it goes beyond them: it takes them no more.
 
-        Redis had lost them, and the trainer before this one, which had trained them, issued only the
-        following ones again. The stream takes no lower ids.
+        An earlier trainer had trained them, and issued only the following ones again when Redis had lost all
+        of these. In the state that this trainer continues from they are not trained yet.
         """
         key = self.keys.prompts()
         end = id_order(await last_id(self.broker, key))
@@ -143,12 +152,14 @@ class Scheduler:
         log.warning(
             "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
-        dead_letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
-        await take_back(self.broker, self.keys, self.keys.prompts(), dead_letters, self._floor)
+        without_letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
+        await take_back(self.broker, self.keys, self.keys.prompts(), without_letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # Progress that says "published" would hold for the ticket that gets this number next.
-        progress = [self.keys.progress(number) for number in numbers]
-        remains = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
+        remains = []
+        for number in numbers:
+            progress = self.keys.progress(number)
+            remains += [progress, self.keys.parts(progress), self.keys.results(number)]
         await self.broker.execute("DEL", *remains)
 
     async def reissue_lost(self) -> int:
@@ -166,13 +177,14 @@ class Scheduler:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint: tickets with the rows of their prompts."""
-        tickets = self.outstanding.values()
+        outstanding = []
+        for ticket in self.outstanding.values():
+            outcome = None if ticket.outcome is None else list(ticket.outcome)
+            outstanding.append([ticket.ticket, ticket.step, ticket.replaces, ticket.row, outcome])
         return {
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,
-            "outstanding": [
-                [t.ticket, t.step, t.replaces, t.row, t.outcome and list(t.outcome)] for t in tickets
-            ],
+            "outstanding": outstanding,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -180,7 +192,8 @@ class Scheduler:
         self.num_replacements = int(state["num_replacements"])
         for number, step, replaces, row, saved in state["outstanding"]:
             # By row and not drawn again: a curriculum has moved on since the ticket was issued.
-            fields = self.prompts.fields_of_row(number, row) | {"outcome": saved and outcome_of(saved)}
+            fields = self.prompts.fields_of_row(number, row)
+            fields["outcome"] = None if saved is None else outcome_of(saved)
             self.outstanding[number] = self._ticket(number, step, replaces=replaces, **fields)
 
     async def _issue(self, tickets: list[Ticket]) -> list[Ticket]:
@@ -191,7 +204,8 @@ class Scheduler:
         # Before it is appended: if Redis loses the append, `reissue_lost` gives the very same ticket again.
         self.outstanding |= new
         self.expect(tickets)
-        if not new.keys() <= await self._append_missing(new):
+        appended = await self._append_missing(new)
+        if not appended >= new.keys():
             await self._check_issued(new)
         for ticket in tickets:
             metrics.TICKETS_ISSUED.labels("replacement" if ticket.replaces >= 0 else "regular").inc()
