@@ -51,6 +51,7 @@ from tidemill.services.trainer.durable.waiting import BackgroundWork, During, on
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics, usage_metrics
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
@@ -182,32 +183,13 @@ class Trainer:
         # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            compared_s = -time.monotonic()
+            compare_began_at = time.monotonic()
             state = await self._compare_weights()
-            compared_s += time.monotonic()
+            compare_s = time.monotonic() - compare_began_at
             usage = await self.runner.thread.call(self.runner.policy.usage)
-        dropped = self.assembler.drain_dropped()
-        numbers = self._metrics(step, result, len(dropped))
-        prompts = self.scheduler.prompts
-        numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compared_s}
-        if self.weights.last is not None:
-            numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
-        tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
-        outstanding = self.scheduler.outstanding
-        trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
-        commit = make_commit(
-            step,
-            result,
-            dropped,
-            metrics=numbers,
-            digest=state.committed,
-            started_at=started_at,
-            outcomes=prompts.outcomes(trained),
-            sizes=prompts.sizes(tickets),
-            processor=self.runner.policy.processor,
-        )
+        commit = self._make_commit(step, result, state, usage, started_at, compare_s)
         await self._commit(commit, result)
-        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
+        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, self.scheduler.outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
         await self.checkpointer.trim_settled(self.version)
         self.diagnostics.observe(step, commit.metrics)
@@ -223,6 +205,38 @@ class Trainer:
                 await self._save()
             else:
                 await self.checkpointer.begin(self.version, self.assembler.dropped)
+
+    def _make_commit(
+        self,
+        step: int,
+        result: StepResult,
+        state: WeightState,
+        usage: Usage,
+        started_at: float,
+        compare_s: float,
+    ) -> Commit:
+        """The record of a trained step, with all its metrics."""
+        dropped = self.assembler.drain_dropped()
+        numbers = self._metrics(step, result, len(dropped))
+        numbers |= usage_metrics(numbers, result, usage, self.config)
+        numbers["weights/compare_s"] = compare_s
+        if self.weights.last is not None:
+            numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
+        outstanding = self.scheduler.outstanding
+        trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
+        tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
+        prompts = self.scheduler.prompts
+        return make_commit(
+            step,
+            result,
+            dropped,
+            metrics=numbers,
+            digest=state.committed,
+            started_at=started_at,
+            outcomes=prompts.outcomes(trained),
+            sizes=prompts.sizes(tickets),
+            processor=self.runner.policy.processor,
+        )
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
         """Parts 1 to 5 of the order at the top of this file."""
@@ -321,10 +335,10 @@ class Trainer:
         await self._announce(manifest)
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
-        """Write a version beside other work of the policy's thread, which only begins it."""
+        """Write the current version, and remove old ones."""
         begin = partial(self.weights.begin, self.version, self.runner.policy, state)
         with metrics.WEIGHTS_WRITE_SECONDS.time():
-            manifest = await self._written(begin, during)
+            manifest = await self._begin_and_finish(begin, during)
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
         keep = self.config.keep_weights
@@ -332,13 +346,15 @@ class Trainer:
         await self.context.outside.run(self.weights.prune, keep, in_use, manifest.version)
         return manifest
 
-    async def _written(
+    async def _begin_and_finish(
         self, begin: Callable[[], BegunVersion | WeightManifest], during: During
     ) -> WeightManifest:
-        """The manifest of the version that `begin` starts in the policy's thread, once it is on the disk."""
+        """Write a version; begun again while the disk takes none. The policy's thread only calls `begin`, and
+        then does other work beside the writing."""
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(begin)
+            # The step's last call that needs the GPU: where it is used in turn, others may have it now.
             self.runner.thread.release()
             return await self.context.outside.run(self.weights.finish, begun)
 
@@ -387,7 +403,7 @@ class Trainer:
 
     async def _write_again(self, manifest: WeightManifest) -> None:
         begin = partial(self.weights.begin_again, manifest, self.runner.policy)
-        await self.reconciler.announce(await self._written(begin, self.weights_work.during))
+        await self.reconciler.announce(await self._begin_and_finish(begin, self.weights_work.during))
 
     async def _announced_weights(self) -> WeightManifest | None:
         """The manifest of the current version, where it was announced and its files are whole. Where a replay
