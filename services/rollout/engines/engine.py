@@ -133,8 +133,8 @@ class Engine(ABC):
     """
 
     stands_still = False
-    """Whether it sleeps with requests running; they go on when it wakes."""
-    reports = False
+    """Whether `sleep` suspends running requests, which go on after `wake`; else it waits for their end."""
+    is_reporting = False
     """Whether it calls `on_report`: it has a KV cache of a fixed size."""
     on_report: Callable[[EngineReport], None] | None = None
     """Called on the loop with each report."""
@@ -179,6 +179,9 @@ class Engine(ABC):
     ) -> WeightUpdate:
         """Replace weights by those of a full version (`files`: safetensors, Hugging Face names) with `deltas`
         written over it: the files of each, oldest first. Without `files` deltas change what the engine holds.
+
+        Example: to version 7: `files` of version 5 and `deltas` [files of 6, files of 7]; where the engine
+        holds version 6, no `files` and `deltas` [files of 7].
 
         `digest` is that of the result. For `files` the caller has proven it, from their bytes; for deltas the
         engine proves it, from its own values.
