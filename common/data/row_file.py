@@ -37,8 +37,11 @@ def in_words(value: Any) -> str:
         return "null"
     number = "a number"
     names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
+    kind = names.get(type(value), type(value).__name__)
     text = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return f"{kind} {text}"
 
 
 def parse_json(text: str) -> Any:

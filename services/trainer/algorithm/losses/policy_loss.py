@@ -127,12 +127,12 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
     """
     weights_N = tokens.imitation_N
-    is_shown_N = tokens.is_shown_N
-    if weights_N is None or is_shown_N is None:
+    is_demonstration_N = tokens.is_demonstration_N
+    if weights_N is None or is_demonstration_N is None:
         return loss_N
-    sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
-    sums["imitation_tokens"] = is_shown_N.sum()
-    return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
+    sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_demonstration_N).sum()
+    sums["imitation_tokens"] = is_demonstration_N.sum()
+    return torch.where(is_demonstration_N, -weights_N * tokens.logprobs_N, loss_N)
 
 
 @torch.no_grad()
