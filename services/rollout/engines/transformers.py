@@ -24,7 +24,6 @@ from tidemill.services.rollout.engines.engine import (
     GenerationRequest,
     StopTexts,
     WeightUpdate,
-    request_key,
     share_cores,
 )
 from tidemill.services.rollout.engines.model import (
@@ -35,6 +34,7 @@ from tidemill.services.rollout.engines.model import (
     open_model,
     pieces_of,
 )
+from tidemill.services.rollout.engines.random_numbers import request_key
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.engines.decoding import DecodingRow

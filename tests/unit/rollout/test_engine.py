@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from tests.support.models import run_config
 from tidemill.common.config.rollout import ENGINES, RolloutConfig
 from tidemill.services.rollout.engines import build_engine
-from tidemill.services.rollout.engines.engine import Engine, StopTexts, request_key, share_cores, uniforms
+from tidemill.services.rollout.engines.engine import Engine, StopTexts, share_cores
+from tidemill.services.rollout.engines.random_numbers import request_key, uniforms
 
 
 def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> None:
