@@ -14,7 +14,7 @@ from tidemill.common.history.groups import advantages_of, dropped_groups, left_o
 from tidemill.common.process.activity import times_of
 from tidemill.common.run.state import PROFILES
 from tidemill.common.streams import id_order, last_id
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.messages import Commit, is_demonstration
 from tidemill.services.console.commands import StepOptions
 from tidemill.services.console.look.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.look.selection import parse_steps, span_of
@@ -172,6 +172,8 @@ def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     advantages = advantages_of(record.commit, ticket).values()
     versions = {version for sample in samples for version in sample.versions}
+    if is_demonstration(ticket):  # whose version is a placeholder
+        versions = set()
     return {
         "ticket": ticket,
         "samples": len(samples),
