@@ -2,12 +2,19 @@
 
 Guarantees: versions only go up, unless the run itself went back: a later trainer process has announced an
 older version, or other weights of the same one, because Redis and the trainer have lost what came after.
-Bytes are verified before the engine gets them; `reach(v)` returns only when the engine holds version `v` or a
-newer one, so that no ticket starts too early.
+`reach(v)` returns only when the engine holds version `v` or a newer one, so that no ticket starts too early.
 
 If the engine holds a version of the chain, all deltas since then are merged and applied at once. Otherwise it
-loads the full version of the chain and the deltas since. If an engine finds that its weights are not those of
-the manifest, it raises an error, and gets the full version too.
+loads the full version of the chain and the deltas since. Checks that the weights are right, in their order:
+
+1. Files: each has the size and the checksum of its manifest (`verified_files`).
+2. Chain: each delta has the parent that it was made for (`find_chain`).
+3. Digest, before anything is written. A full version with its deltas: computed from the files (`find_route`).
+   Deltas alone: the engine computes it from the values that it holds (`prove`).
+4. Parameters: the engine reads back what it has written.
+
+A full version is not used where 1 to 3 fail, and is tried again; where 4 fails, the worker ends. Where deltas
+alone fail 3, or in vLLM 4, the full version is loaded.
 
 Versions from another machine are downloaded into a cache folder with the layout of a run's folder. A file is
 fetched in pieces, several at once, into a partial file with a list of the pieces that are there: after a

@@ -184,9 +184,9 @@ class Engine(ABC):
 
         Raises:
             WeightsMismatchError: deltas do not lead from what the engine holds to `digest`, or were not held
-                when they were read back. Load the full version.
+                when they were read back: then nothing is generated until a full version is loaded.
             WeightsError: the files cannot be used; the engine goes on with the weights it has.
-            EngineError: the engine failed; the process has to be restarted.
+            EngineError: the engine failed, and generates nothing; the process has to be restarted.
         """
 
     @abstractmethod

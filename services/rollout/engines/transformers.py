@@ -136,7 +136,13 @@ class TransformersEngine(ModelEngine):
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
-        """Read beside the running batch, and write the weights before the next one."""
+        """Read beside the running batch, and write the weights before the next one.
+
+        Raises:
+            WeightsMismatchError: deltas cannot be proven. Nothing has changed.
+            WeightsError: nothing has changed.
+            EngineError: the weights may be half replaced; the engine is closed.
+        """
         started = time.perf_counter()
         model = self._running_model()
         check_given(files, deltas)
@@ -144,7 +150,14 @@ class TransformersEngine(ModelEngine):
         write = await asyncio.to_thread(self._stage, files, deltas, digest)
         async with self._model_in_use:
             paused = time.perf_counter()
-            await self._on_thread(write)
+            try:
+                await self._on_thread(write)
+            except Exception as error:
+                # Within the lock: the next batch would go on with weights that are half replaced.
+                await self.close()
+                raise EngineError(
+                    f"version {version} could not be written into the model: {error!r}; restart this worker"
+                ) from error
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
@@ -241,7 +254,6 @@ class TransformersEngine(ModelEngine):
         def write() -> None:
             wrong = apply(changes)
             if wrong:
-                self._held = None
                 raise EngineError(f"{wrong:,} values were not there when they were read back")
             self._digest = proven
 

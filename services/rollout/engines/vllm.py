@@ -146,8 +146,8 @@ class VllmEngine(ModelEngine):
         """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
-            WeightsMismatchError: deltas cannot be proven. If the engine's own weights are wrong, generation
-                stands still until a full version is loaded.
+            WeightsMismatchError: deltas cannot be proven, and nothing has changed; or they were not there
+                when they were read back, and generation stands still until a full version is loaded.
             WeightsError: nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """

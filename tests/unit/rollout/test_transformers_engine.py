@@ -170,6 +170,16 @@ async def test_weights_that_do_not_fit_change_nothing(engine, new_weights, tmp_p
     assert await score(engine, [3], [4, 5]) == before
 
 
+async def test_nothing_is_generated_with_weights_that_are_half_written(engine, new_weights):
+    norm = engine._model.model.norm.weight
+    norm.data = torch.ones(1).expand(norm.shape)  # torch writes to no tensor whose elements share memory
+    with pytest.raises(EngineError, match="version 1 could not be written into the model"):
+        await engine.load(1, [new_weights])
+    assert engine.version == 0
+    with pytest.raises(EngineError):
+        await engine.generate(make_requests(1)[0])
+
+
 def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:
     config = MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
