@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,7 +144,7 @@ class TransformersEngine(ModelEngine):
             EngineError: the weights may be half replaced; the engine is closed.
         """
         started = time.perf_counter()
-        model = self._running_model()
+        self._running_model()
         check_given(files, deltas)
         # On another thread than the model's: the files are read while a batch decodes.
         write = await asyncio.to_thread(self._stage, files, deltas, digest)
@@ -161,9 +161,6 @@ class TransformersEngine(ModelEngine):
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
-        # Beside the next batch: only the next delta needs it.
-        if files:
-            self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
 
     async def sleep(self) -> None:
@@ -241,9 +238,7 @@ class TransformersEngine(ModelEngine):
     ) -> Callable[[], None]:
         """Read a version, or prove that deltas alone lead to `digest`. Returns a function that writes it."""
         if files:
-            tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
-            # Matched before the model stands still: files that do not fit change nothing.
-            return partial(copy_weights, match_weights(self._running_model(), tensors))
+            return self._stage_full(files, deltas, digest)
         from tidemill.services.rollout.engines.held_weights import apply
 
         if self._held is None:
@@ -259,17 +254,25 @@ class TransformersEngine(ModelEngine):
 
         return write
 
-    def _pieces(
-        self, model: Any, files: Sequence[Path], digest: str
-    ) -> "tuple[HeldWeights | None, Digest | None]":
-        """The pieces and digest of the version that was just written; None if pieces cannot be located."""
-        if not is_additive(digest):
-            return None, None
-        try:
-            held = pieces_of(model, [info for info, _ in read_tensors(files).values()])
-        except ValueError:  # the model has other names than its files: it gets whole versions
-            return None, None
-        return held, Digest.parse(digest)
+    def _stage_full(
+        self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
+    ) -> Callable[[], None]:
+        # All that needs the files comes before the write: they may be pruned at any time, and what does not
+        # fit changes nothing.
+        model = self._running_model()
+        base = read_tensors(files)
+        pairs = match_weights(model, dict(checkpoint_tensors(base, deltas)))
+        held = None
+        if is_additive(digest):
+            with suppress(ValueError):  # the model has other names than its files: it gets whole versions
+                held = pieces_of(model, [info for info, _ in base.values()])
+
+        def write() -> None:
+            copy_weights(pairs)
+            self._held = held
+            self._digest = Digest.parse(digest) if held is not None else None
+
+        return write
 
     def _running_model(self) -> Any:
         if self._model is None:
