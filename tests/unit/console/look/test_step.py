@@ -60,15 +60,15 @@ def test_a_step_without_scores_says_nothing_of_them_and_still_when_its_weights_c
 def test_no_version_is_said_to_have_generated_a_demonstration() -> None:
     """Its trajectory has spans, whose version is a placeholder, and no times."""
     ticket = FIRST_DEMONSTRATION + 7
-    shown = make_trajectory(ticket, 0, worker="trainer", spans=((1, 0),))
+    trajectory = make_trajectory(ticket, 0, worker="trainer", spans=((1, 0),))
     record = one_group_without_scores()
     record.samples |= {(ticket, 0): facts(ticket, 0, 0.0)}
     record.commit = record.commit.model_copy(update={"groups": (ticket, 4)})
-    group = GroupRecord(ticket, Lane.TRAIN, samples=[SampleRecord(0, shown)])
+    group = GroupRecord(ticket, Lane.TRAIN, samples=[SampleRecord(0, trajectory)])
     tables = {
         "step": group_rows(record),
         "trace": group_tree(group).children[-1].children,
-        "streams": table([row_of(Entry("1-0", shown))]).children,
+        "streams": table([row_of(Entry("1-0", trajectory))]).children,
     }
     for name, rows in tables.items():
         cells = {cell.label: cell.value for cell in rows[0].children}
