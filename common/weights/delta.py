@@ -133,6 +133,7 @@ class DeltaWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._places: list[tuple[str, str, tuple[int, ...], int, int, bool]] = []
+        """For each record: name, dtype and shape of its tensor, start, count, and whether it is sparse."""
         self._payloads: list[bytes] = []
 
     def add(self, info: TensorInfo, positions: Positions, values: Bits) -> None:
@@ -148,7 +149,8 @@ class DeltaWriter:
                 start = int(window_positions[0])
                 # Below WINDOW, so 32 bits hold them.
                 gaps = np.diff(window_positions, prepend=start).astype(GAP)
-                self._add(info, start, len(window_positions), True, _planes(gaps) + _planes(new))
+                data = _planes(gaps) + _planes(new)
+                self._add(info, start, len(window_positions), data, is_sparse=True)
 
     def add_run(self, info: TensorInfo, start: int, values: Bits) -> None:
         """The values of consecutive elements, changed or not."""
@@ -157,7 +159,8 @@ class DeltaWriter:
         # One record for each window that the run reaches into.
         while first < end:
             stop = min(end, (first // WINDOW + 1) * WINDOW)
-            self._add(info, first, stop - first, False, _planes(values[first - start : stop - start]))
+            data = _planes(values[first - start : stop - start])
+            self._add(info, first, stop - first, data, is_sparse=False)
             first = stop
 
     def write(self) -> WeightFile:
@@ -175,7 +178,7 @@ class DeltaWriter:
                 num_bytes += len(data)
         return WeightFile(name=self.path.name, num_bytes=num_bytes, checksum=checksum.hexdigest())
 
-    def _add(self, info: TensorInfo, start: int, count: int, is_sparse: bool, data: bytes) -> None:
+    def _add(self, info: TensorInfo, start: int, count: int, data: bytes, *, is_sparse: bool) -> None:
         # Planes have few repeats other than runs: Huffman codes and runs alone are 3 times as fast.
         packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
         self._places.append((info.name, info.dtype, info.shape, start, count, is_sparse))

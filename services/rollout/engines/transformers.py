@@ -18,7 +18,7 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsMismatchErro
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
-from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint_tensors, prove, read_tensors
+from tidemill.services.rollout.engines.checkpoint import check_files, checkpoint_tensors, prove, read_tensors
 from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
@@ -145,7 +145,7 @@ class TransformersEngine(ModelEngine):
         """
         started = time.perf_counter()
         self._running_model()
-        check_given(files, deltas)
+        check_files(files, deltas)
         # On another thread than the model's: the files are read while a batch decodes.
         write = await asyncio.to_thread(self._stage, files, deltas, digest)
         async with self._model_in_use:

@@ -31,7 +31,7 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsError, Weigh
 from tidemill.common.process.vllm_machine import IMAGES_IN_VLLM, add_torchvision
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
-from tidemill.services.rollout.engines.checkpoint import check_given, prove
+from tidemill.services.rollout.engines.checkpoint import check_files, prove
 from tidemill.services.rollout.engines.engine import (
     PART_TOKENS,
     EngineReport,
@@ -349,7 +349,7 @@ class VllmEngine(ModelEngine):
     async def _stage(self, files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> Digest:
         """Have every rank read its part while generation goes on. Returns how deltas change the digest."""
         llm = self._running_llm()
-        check_given(files, deltas)
+        check_files(files, deltas)
         with tempfile.TemporaryDirectory(prefix="tidemill-stage-") as report:
             job = {
                 "files": list(map(str, files)),
