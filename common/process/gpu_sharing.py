@@ -207,7 +207,7 @@ class GpuGate:
                 await self._changed.wait_for(lambda: self._num_waiting > 0 or self._num_users > 0)
             asked = time.monotonic()
             await self._lock.acquire()
-            metrics.GPU_WAIT_SECONDS.observe(time.monotonic() - asked)
+            metrics.DEVICE_TURN_WAIT_SECONDS.observe(time.monotonic() - asked)
             try:
                 await self._wake()
                 await self._hold()

@@ -100,7 +100,7 @@ class LeaseKeeper:
         if time.monotonic() - self._seen_at < SHOWN_S:
             beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
             note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
-            beat.detail = "; ".join([*([beat.detail] if beat.detail else []), note])
+            beat.detail = f"{beat.detail}; {note}" if beat.detail else note
 
     def _serve(self) -> None:
         with asyncio.Runner() as runner:

@@ -8,6 +8,8 @@ exit code 0. So no worker that was started by hand keeps a GPU for a run that no
 import asyncio
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 
@@ -46,58 +48,60 @@ class RunWatch:
 
     async def until_over(self) -> str:
         """Wait for the end of the run; returns the reason to leave it, in words."""
-        looking: asyncio.Task[bool] | None = None
-        asked_at = 0.0
-        try:
-            while True:
-                # In a task: while Redis is away the answer is waited for, but not the time that has passed.
-                if looking is None:
-                    looking = asyncio.create_task(self.look())
-                    asked_at = time.monotonic()
-                done, _ = await asyncio.wait({looking}, timeout=LOOK_S)
-                if done:
-                    if looking.result():
-                        return "the run is finished"
-                    looking = None
-                elif time.monotonic() - asked_at > SILENT_S:  # the connection logs that it waits
-                    self.trouble = "its Redis has not answered"
-                if self.trouble and time.monotonic() - self.alive_at >= self.wait_s:
-                    return f"{self.trouble}, and that for {self.wait_s:g} s ({RESUME_WAIT_VARIABLE})"
-                if done:
-                    await asyncio.sleep(LOOK_S)
-        finally:
-            if looking is not None:
+        while True:
+            looking = asyncio.create_task(self.look())
+            try:
+                reason = await self._reason_to_leave(looking)
+            finally:
                 looking.cancel()
                 await asyncio.gather(looking, return_exceptions=True)
+            if reason:
+                return reason
+            await asyncio.sleep(LOOK_S)
+
+    async def _reason_to_leave(self, looking: "asyncio.Task[bool]") -> str:
+        """Wait for one look; returns the reason to leave, or an empty string."""
+        asked_at = time.monotonic()
+        while True:
+            # Not awaited without a limit: while Redis is away the look gets no answer, and its time counts.
+            await asyncio.wait({looking}, timeout=LOOK_S)
+            if looking.done() and looking.result():
+                return "the run is finished"
+            if not looking.done() and time.monotonic() - asked_at > SILENT_S:
+                self.trouble = "its Redis has not answered"  # the connection logs that it waits
+            if self.trouble and time.monotonic() - self.alive_at >= self.wait_s:
+                return f"{self.trouble}, and that for {self.wait_s:g} s ({RESUME_WAIT_VARIABLE})"
+            if looking.done():
+                return ""
 
     async def look(self) -> bool:
         """Look once; returns whether the run is finished."""
         try:
             state = await read_state(self.broker, self.keys)
-            status = state.get("status")
-            if status == FINISHED and int(state.get("version", 0)) >= self.steps:
+            # One that is continued for more steps stays `finished` until its trainer has begun.
+            if state.get("status") == FINISHED and int(state.get("version", 0)) >= self.steps:
                 return True
-            trouble = ""
-            # A run of rewards alone has a kind, and no trainer.
-            is_open = status == RUNNING and "kind" in state
-            if status in (RUNNING, FAILED, STOPPED) and not is_open:
-                trouble = "" if await self._has_trainer() else f"the run is {status} and has no trainer"
+            trouble = await self._find_trouble(state)
         except BrokerError:
-            # This user may not read what would tell: its operator ends the process.
+            # The worker's user in Redis may not read this: then its operator ends the process.
             trouble = ""
-        if trouble:
-            self._trouble(trouble)
-            return False
-        if self.trouble:
+        if trouble and trouble != self.trouble:
+            log.warning("waiting for the run to go on", why=trouble, at_most_s=self.wait_s)
+        if self.trouble and not trouble:
             log.info("the run goes on", run=self.keys.run_id)
-        self.trouble = ""
-        self.alive_at = time.monotonic()
+        if not trouble:
+            self.alive_at = time.monotonic()
+        self.trouble = trouble
         return False
 
-    def _trouble(self, text: str) -> None:
-        if text != self.trouble:
-            log.warning("waiting for the run to go on", why=text, at_most_s=self.wait_s)
-        self.trouble = text
+    async def _find_trouble(self, state: Mapping[str, Any]) -> str:
+        """Why the run does not go on, in words; empty while it does."""
+        status = state.get("status")
+        # A run that only scores has a field `kind`, and no trainer.
+        only_scores = status == RUNNING and "kind" in state
+        if status not in (RUNNING, FAILED, STOPPED) or only_scores or await self._has_trainer():
+            return ""
+        return f"the run is {status} and has no trainer"
 
     async def _has_trainer(self) -> bool:
         return any(beat.is_alive for beat in await read_heartbeats(self.broker, self.keys, (TRAINER,)))

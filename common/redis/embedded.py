@@ -85,10 +85,11 @@ class EmbeddedRedis:
         self.socket.unlink(missing_ok=True)
         log_path = self.data_dir / "redis.log"
         host, _, port = self.listen.rpartition(":")
-        # With an address, the password is passed as a config on stdin: others can read a command line.
-        command = [self.executable, *(["-"] if host else []), "--port", port or "0"]
-        command += ["--unixsocket", str(self.socket), *(["--bind", _address(host)] if host else [])]
-        command += ["--unixsocketperm", "700"]
+        command = [self.executable]
+        if host:
+            # A config on stdin, which has the password: others can read a command line.
+            command += ["-", "--bind", _address(host)]
+        command += ["--port", port or "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700"]
         # The append-only file has everything: snapshots would copy the memory without need.
         command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
         if self.appendfsync == "no-aof":

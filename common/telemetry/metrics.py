@@ -2,7 +2,8 @@
 cardinality.
 
 Most belong to the process that exports them. Those in `RUN` describe a whole run as Redis knows it, and are
-exported by one process: `python -m tidemill.services.console.exporter`.
+exported by one process: `python -m tidemill.services.console.exporter`. `weight_*` is what a rollout worker
+loads, `weights_*` what the trainer writes.
 """
 
 from functools import partial
@@ -24,6 +25,7 @@ histogram = partial(Histogram, namespace="tidemill")
 latency = partial(histogram, buckets=_LATENCY_S)
 short_time = partial(histogram, buckets=_SHORT_S)
 
+# Of every service: how it spends its time, and Redis as it sees it.
 ACTIVITY_SECONDS = counter(
     "activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
 )
@@ -46,12 +48,14 @@ REDIS_MAY_EVICT = gauge("redis_may_evict", "1 while the maxmemory-policy lets Re
 REDIS_EVICTED_KEYS = counter("redis_evicted_keys_total", "Keys that Redis has deleted to make room")
 REDIS_MEMORY_SHARE = gauge("redis_memory_share", "Memory in use over maxmemory; 0 without a limit")
 
+# Of workers: messages of streams with consumer groups.
 DELIVERIES = counter("deliveries_total", "Messages received through a consumer group", ["stream"])
 RECLAIMED = counter("reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
 LEASES_LOST = counter("leases_lost_total", "Held messages that another consumer took over", ["stream"])
 HANDED_BACK = counter("handed_back_total", "Messages given back unfinished while draining", ["stream"])
 DEAD_LETTERS = counter("dead_letters_total", "Messages put into the dead-letter stream", ["stream"])
 
+# Of rollout workers.
 ENGINE_VERSION = gauge("engine_version", "Version of the weights this worker generates with")
 TRAJECTORIES_PUBLISHED = counter("trajectories_published_total", "Trajectories published", ["lane"])
 PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
@@ -95,6 +99,7 @@ UNREAD_TOKENS = counter(
     ["why"],
 )
 ENVIRONMENT_FAULTS = counter("environment_faults_total", "Plays of a session that a fault ended", ["kind"])
+# Of rollout workers: weights as they are loaded.
 WEIGHT_LOAD_SECONDS = latency("weight_load_seconds", "Time of one weight update in the engine")
 WEIGHT_PAUSE_SECONDS = latency("weight_pause_seconds", "Time generation stood still for one weight update")
 WEIGHT_DELAY_SECONDS = latency(
@@ -106,6 +111,7 @@ WEIGHT_MISMATCHES = counter(
     "Updates after which an engine had other weights than committed",
 )
 
+# Of reward workers.
 SCORES_PUBLISHED = counter("scores_published_total", "Scores published", ["lane", "status"])
 SCORE_SECONDS = latency("score_seconds", "Time to score one trajectory", ["lane"])
 SCORE_RETRIES = counter("score_retries_total", "Reward attempts repeated after a failure")
@@ -126,6 +132,7 @@ SCORING_PROCESSES_KILLED = counter(
     "scoring_processes_killed_total", "Processes of reward functions that were killed or died"
 )
 
+# Of whoever asks servers: judges, reward models, teachers.
 REMOTE_SECONDS = latency("remote_seconds", "Time of one answered request to a server", ["servers"])
 REMOTE_TOKENS = counter("remote_tokens_total", "Tokens that servers charged", ["servers", "kind"])
 REMOTE_COST = counter(
@@ -145,6 +152,7 @@ REPLICA_IN_FLIGHT = gauge(
     "replica_in_flight", "Requests of this worker at one replica", ["servers", "replica"]
 )
 
+# Of reward model servers.
 REWARD_MODEL_REQUESTS = counter(
     "reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
 )
@@ -156,10 +164,12 @@ REWARD_MODEL_BATCH_ROWS = histogram(
 )
 REWARD_MODEL_TOKENS = counter("reward_model_tokens_total", "Tokens computed", ["kind"])
 REWARD_MODEL_BATCH_ERRORS = counter("reward_model_batch_errors_total", "Sequences that could not be computed")
-GPU_WAIT_SECONDS = latency("device_turn_wait_seconds", "Time this process waited for a shared device")
+# Of processes that share a GPU, and of sandboxes.
+DEVICE_TURN_WAIT_SECONDS = latency("device_turn_wait_seconds", "Time this process waited for a shared device")
 SANDBOX_SECONDS = latency("sandbox_seconds", "Time from request to verdict of a sandboxed run")
 SANDBOX_JOBS = counter("sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
 
+# Of the trainer: groups on their way.
 TICKETS_ISSUED = counter("tickets_issued_total", "Tickets issued, regular and replacements", ["kind"])
 GROUPS_SETTLED = counter("groups_settled_total", "Groups that reached their end", ["outcome"])
 DUPLICATES_DROPPED = counter("duplicates_dropped_total", "Entries whose key was there already", ["stream"])
@@ -174,6 +184,7 @@ TRAINER_GROUPS = gauge(
     "Groups not trained yet: in generation, waiting for scores, or ready",
     ["state"],
 )
+# Of the trainer: what it trained.
 TRAINED_STALENESS = histogram(
     "trained_staleness", "Staleness of each trained trajectory's oldest token, in steps", buckets=_AGES
 )
@@ -185,6 +196,7 @@ STAGE_SECONDS = latency(
     "reward, trainer (from its score to the commit)",
     ["stage"],
 )
+# Of the trainer: steps, checkpoints, the weights that it writes, evaluations.
 COMMITTED_VERSION = gauge("committed_version", "Number of committed steps")
 STEP_SECONDS = latency("step_seconds", "Time from one commit to the next")
 COMMIT_SECONDS = short_time("commit_seconds", "Time to make one commit durable")
@@ -212,6 +224,7 @@ EVALUATION_METRIC = gauge(
 EVALUATION_SECONDS = latency("evaluation_seconds", "Time of one evaluation, all datasets together")
 UNHEALTHY = gauge("unhealthy", "1 while a number is outside of its healthy range", ["check"])
 
+# Of the run, in the registry `RUN`.
 REDIS_UP = run_gauge("redis_up", "1 while Redis answers the exporter")
 REDIS_MEMORY_BYTES = run_gauge("redis_memory_bytes", "Memory of Redis in use")
 REDIS_MAX_MEMORY_BYTES = run_gauge("redis_max_memory_bytes", "Its maxmemory; 0 without a limit")

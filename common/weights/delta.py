@@ -165,7 +165,8 @@ class DeltaWriter:
         # One record for each window that the run reaches into.
         while first < end:
             stop = min(end, (first // WINDOW + 1) * WINDOW)
-            self._add(info, first, stop - first, False, _planes(values[first - start : stop - start]))
+            data = _planes(values[first - start : stop - start])
+            self._add(info, first, stop - first, data, is_sparse=False)
             first = stop
 
     def write(self) -> WeightFile:

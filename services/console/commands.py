@@ -270,7 +270,9 @@ class UpOptions:
             words += ["--runs-dir", str(self.runs_dir)]
         if self.metrics_port is not None:
             words += ["--metrics-port", str(self.metrics_port)]
-        return command_line(*words, *(["--resume"] if resume else []))
+        if resume:
+            words.append("--resume")
+        return command_line(*words)
 
 
 _SERVE_PORT_TEXT = "The adapters' default is 8440; 0 takes a free one."

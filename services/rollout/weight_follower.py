@@ -2,12 +2,19 @@
 
 Guarantees: versions only go up, unless the run itself went back: a later trainer process has announced an
 older version, or other weights of the same one, because Redis and the trainer have lost what came after.
-Bytes are verified before the engine gets them; `reach(v)` returns only when the engine holds version `v` or a
-newer one, so that no ticket starts too early.
+`reach(v)` returns only when the engine holds version `v` or a newer one, so that no ticket starts too early.
 
 If the engine holds a version of the chain, all deltas since then are merged and applied at once. Otherwise it
-loads the full version of the chain and the deltas since. If an engine finds that its weights are not those of
-the manifest, it raises an error, and gets the full version too.
+loads the full version of the chain and the deltas since. Checks that the weights are right, in their order:
+
+1. Files: each has the size and the checksum of its manifest (`verified_files`).
+2. Chain: each delta has the parent that it was made for (`find_chain`).
+3. Digest, before anything is written. A full version with its deltas: computed from the files (`find_route`).
+   Deltas alone: the engine computes it from the values that it holds (`prove`).
+4. Parameters: the engine reads back what it has written.
+
+A full version is not used where 1 to 3 fail, and is tried again; where 4 fails, the worker ends. Where deltas
+alone fail 3, or in vLLM 4, the full version is loaded.
 
 Versions from another machine are downloaded into a cache folder with the layout of a run's folder. A file is
 fetched in pieces, several at once, into a partial file with a list of the pieces that are there: after a
@@ -110,11 +117,13 @@ class WeightFollower:
         self._is_leaving = False
         """Whether the held weights belong to a lost history, and those of the run are being loaded."""
         self._failing: WeightManifest | None = None
-        """The version that could not be used in the last attempt."""
+        """The version that could not be used in the last attempt; None after a success."""
         self._failing_since = 0.0
+        """When attempts began to fail, of whatever version."""
         self._was_damaged = False
-        """Whether it was found damaged since then: the trainer may be writing it again."""
+        """Whether a version was found damaged since then: the trainer may be writing it again."""
         self._num_damaged = 0
+        """Attempts in a row, up to the last one, that found a version damaged."""
         self.damaged_version = -1
         """A version with other bytes than announced, which the trainer has to write again; -1: none."""
         self.last_update: WeightUpdate | None = None
@@ -186,7 +195,7 @@ class WeightFollower:
         try:
             update = await self._update(manifest)
         except WeightsError as error:
-            self._count_failure(manifest, error)
+            self._note_failure(manifest, error)
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
@@ -219,34 +228,36 @@ class WeightFollower:
         """Bring the engine to a version, by deltas from what it holds if it can apply them."""
         held = self._held if self.engine.can_patch else None
         try:
-            return await self._follow(manifest, held)
+            return await self._load_from(held, manifest)
         except WeightsMismatchError as error:
             self.num_mismatches += 1
             metrics.WEIGHT_MISMATCHES.inc()
             log.error("the engine holds other weights", version=manifest.version, error=str(error))
         # The engine's own weights are in doubt: nothing may build on them.
         self._held = None
-        return await self._follow(manifest, None)
+        return await self._load_from(None, manifest)
 
-    async def _follow(self, manifest: WeightManifest, held: WeightManifest | None) -> WeightUpdate:
+    async def _load_from(self, held: WeightManifest | None, manifest: WeightManifest) -> WeightUpdate:
+        """Load a version by deltas from `held`, or in full where that is None or is not in its chain."""
         files, deltas = await self.context.outside.run(find_route, self._versions, manifest, held)
         return await self.engine.load(manifest.version, files, deltas, manifest.digest)
 
-    def _count_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
-        """Raise the error if weights have been unusable for too long: tickets held here could never start."""
+    def _note_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
+        """Count a failed attempt; report the version where its files are damaged. Raises the error if weights
+        have been unusable for too long: tickets held here could never start."""
         metrics.WEIGHT_FAILURES.inc()
         log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
-        self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
-        self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
         now = time.monotonic()
         before = self._failing
-        self._failing = manifest
         # Announced again: the trainer has just repaired it, and each version is repaired once.
         is_repair = before is not None and before.version == manifest.version and before != manifest
         if before is None or is_repair:
             self._failing_since = now
             self._was_damaged = False
+        self._failing = manifest
+        self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
         self._was_damaged |= self._num_damaged > 0
+        self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
         patience_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
         if self._was_damaged:
             # Also where it is missing now: it is being replaced.

@@ -118,7 +118,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         config = context.config
         max_groups = config.rollout.max_groups_in_flight
         # The KV cache limits training only, so that evaluation never waits for training.
-        if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
+        if max_groups == "auto" and engine.is_reporting and lane is Lane.TRAIN:
             longest_sample = config.data.max_prompt_tokens + config.max_completion_tokens
             longest_sample = min(config.model.max_model_len, longest_sample)
             self.slots = Slots(START, group_tokens=config.largest_group_size * longest_sample)

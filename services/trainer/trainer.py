@@ -51,6 +51,7 @@ from tidemill.services.trainer.durable.waiting import BackgroundWork, During, on
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics, usage_metrics
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
@@ -185,20 +186,13 @@ class Trainer:
         # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            compare_began = time.monotonic()
+            compare_began_at = time.monotonic()
             state = await self._compare_weights()
-            compare_s = time.monotonic() - compare_began
+            compare_s = time.monotonic() - compare_began_at
             usage = await self.runner.thread.call(self.runner.policy.usage)
-        dropped = self.assembler.drain_dropped()
-        numbers = self._metrics(step, result, len(dropped))
-        numbers |= usage_metrics(numbers, result, usage, self.config)
-        numbers["weights/compare_s"] = compare_s
-        if self.weights.last is not None:
-            numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
-        commit = self._make_commit(step, result, dropped, numbers, state.committed, started_at)
+        commit = self._make_commit(step, result, state, usage, started_at, compare_s)
         await self._commit(commit, result)
-        outstanding = self.scheduler.outstanding
-        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
+        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, self.scheduler.outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
         await self.checkpointer.trim_settled(self.version)
         self.diagnostics.observe(step, commit.metrics)
@@ -226,12 +220,19 @@ class Trainer:
         self,
         step: int,
         result: StepResult,
-        dropped: list[Dropped],
-        numbers: dict[str, float],
-        digest: str,
+        state: WeightState,
+        usage: Usage,
         started_at: float,
+        compare_s: float,
     ) -> Commit:
-        """The record of a step, with what prompts need to know of it. Its groups are still outstanding."""
+        """The record of a step, with all its metrics and what prompts need to know of it. Its groups are
+        still outstanding."""
+        dropped = self.assembler.drain_dropped()
+        numbers = self._metrics(step, result, len(dropped))
+        numbers |= usage_metrics(numbers, result, usage, self.config)
+        numbers["weights/compare_s"] = compare_s
+        if self.weights.last is not None:
+            numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
         prompts = self.scheduler.prompts
         outstanding = self.scheduler.outstanding
         trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
@@ -241,7 +242,7 @@ class Trainer:
             result,
             dropped,
             metrics=numbers,
-            digest=digest,
+            digest=state.committed,
             started_at=started_at,
             outcomes=prompts.outcomes(trained),
             sizes=prompts.sizes(tickets),
@@ -345,10 +346,10 @@ class Trainer:
         await self._announce(manifest)
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
-        """Write a version beside other work of the policy's thread, which only begins it."""
+        """Write the current version, and remove old ones."""
         begin = partial(self.weights.begin, self.version, self.runner.policy, state)
         with metrics.WEIGHTS_WRITE_SECONDS.time():
-            manifest = await self._written(begin, during)
+            manifest = await self._begin_and_finish(begin, during)
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
         keep = self.config.keep_weights
@@ -356,13 +357,15 @@ class Trainer:
         await self.context.outside.run(self.weights.prune, keep, in_use, manifest.version)
         return manifest
 
-    async def _written(
+    async def _begin_and_finish(
         self, begin: Callable[[], BegunVersion | WeightManifest], during: During
     ) -> WeightManifest:
-        """The manifest of the version that `begin` starts in the policy's thread, once it is on the disk."""
+        """Write a version; begun again while the disk takes none. The policy's thread only calls `begin`, and
+        then does other work beside the writing."""
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(begin)
+            # The step's last call that needs the GPU: where it is used in turn, others may have it now.
             self.runner.thread.release()
             return await self.context.outside.run(self.weights.finish, begun)
 
@@ -411,7 +414,7 @@ class Trainer:
 
     async def _write_again(self, manifest: WeightManifest) -> None:
         begin = partial(self.weights.begin_again, manifest, self.runner.policy)
-        await self.reconciler.announce(await self._written(begin, self.weights_work.during))
+        await self.reconciler.announce(await self._begin_and_finish(begin, self.weights_work.during))
 
     async def _announced_weights(self) -> WeightManifest | None:
         """The manifest of the current version, where it was announced and its files are whole. Where a replay

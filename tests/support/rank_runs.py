@@ -100,7 +100,7 @@ def gradient_of(policy: TransformersPolicy, batches: Iterable[MicroBatch] = ()) 
     for batch in batches:
         policy.accumulate(batch)
     if isinstance(policy, RankPolicy):
-        policy._sum_held()
+        policy._sum_held_gradients()
     gradients = [weight.grad for _, weight in policy._parameters if weight.grad is not None]
     return torch.cat([whole_tensor(gradient).flatten() for gradient in gradients])
 

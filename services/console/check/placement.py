@@ -81,9 +81,9 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
             f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
             "(trainer.num_ranks): each has one of its own"
         )
-    are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and wanted.get(ROLLOUT)
+    have_one_gpu = wanted.get(TRAINER) == 1 and rollout.vllm.tensor_parallel_size == 1
     if len(here) == 1 and rollout.trainer_gpus == "auto" and not rollout.gpus:
-        if are_small and rollout.engine_traits.reserves_gpu_memory:
+        if have_one_gpu and wanted.get(ROLLOUT) and rollout.engine_traits.reserves_gpu_memory:
             config = _with(config, "rollout.trainer_gpus", "turns")
         elif {TRAINER, ROLLOUT} <= wanted.keys():
             # The trainer cannot see which processes share its GPU.

@@ -34,7 +34,7 @@ from tidemill.common.history import (
 )
 from tidemill.common.history.groups import dropped_groups, micro_batches_of
 from tidemill.common.process.programs import run_main
-from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory, is_demonstration
 from tidemill.common.wire.segments import Segment, Turn
 from tidemill.services.console.commands import DiffOptions
 from tidemill.services.console.run.folder import find_run
@@ -323,7 +323,9 @@ class DiffedRun(NamedTuple):
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         async with GroupCursor(history, self.config.largest_group_size, most) as cursor:
             async for commit in history.messages(StreamName.COMMITS, Commit):
-                near = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
+                # Without demonstrations, which have no tickets, and numbers above those of all later ones.
+                issued = [ticket for ticket in commit.groups if not is_demonstration(ticket)]
+                near = Selection(tickets=(min(issued, default=0), max(issued, default=-1)))
                 tickets = history.messages(StreamName.PROMPTS, Ticket, near)
                 prompts = {
                     ticket.ticket: ticket async for ticket in tickets if ticket.ticket in commit.groups

@@ -148,7 +148,9 @@ class Draft:
 
     def _copy(self, row: OptionRow) -> None:
         """Carry over the option of one row."""
-        names = [*row.options, *([row.fallback] if row.fallback else ())]
+        names = list(row.options)
+        if row.fallback:
+            names.append(row.fallback)
         # The first that was given; where none was, the last has the project's default.
         option = next((name for name in names if name in self.options), names[-1])
         value = self._converted(row, option)

@@ -6,7 +6,7 @@ the trainer. Clocks of machines are taken as they are: where they differ, waitin
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from tidemill.common.wire.messages import (
     TrajectoryKey,
     Try,
     WeightManifest,
+    is_demonstration,
 )
 from tidemill.services.console.look.sessions import SessionFacts, num_completion_tokens, session_facts
 
@@ -66,6 +67,17 @@ async def near_tickets(
     if commit and commit.finished_at:
         until = _id_at(commit.finished_at + CLOCK_SPARE_S)
     return Selection(since, until, tickets=(first, last))
+
+
+def ranges_of(tickets: Iterable[int]) -> list[tuple[int, int]]:
+    """The least and the greatest of these tickets, and apart from them those of the demonstrations, whose
+    numbers are above all others: a range of both would have all later tickets of the run."""
+    issued: list[int] = []
+    demonstrations: list[int] = []
+    for ticket in tickets:
+        of_kind = demonstrations if is_demonstration(ticket) else issued
+        of_kind.append(ticket)
+    return [(min(numbers), max(numbers)) for numbers in (issued, demonstrations) if numbers]
 
 
 def _id_at(time_s: float) -> str:
@@ -239,9 +251,10 @@ async def read_groups(
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
     numbers = sorted({*issued, *trajectories})
-    if numbers:
+    scored = [number for number in numbers if not is_demonstration(number)]
+    if scored:
         # Selected by tickets: a score has no step.
-        near = Selection(tickets=(numbers[0], numbers[-1]))
+        near = Selection(tickets=(scored[0], scored[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
             scores[score.ticket].append(score)
     groups = []
@@ -437,9 +450,10 @@ async def read_step(history: History, step: int) -> StepRecord | None:
     if wanted:
         near = await near_tickets(history, min(wanted), max(wanted), commit=commit)
         # Near the tickets first, and the whole streams only where samples are missing there.
-        for selection in (near, Selection(tickets=near.tickets)):
-            samples = await read_samples(history, selection)
-            record.samples = {key: sample for key, sample in samples.items() if key[0] in wanted}
+        for bounds in (near, Selection()):
+            for tickets in ranges_of(wanted):
+                samples = await read_samples(history, replace(bounds, tickets=tickets))
+                record.samples |= {key: sample for key, sample in samples.items() if key[0] in wanted}
             if not record.num_lost:
                 break
     return record
@@ -452,14 +466,16 @@ async def read_samples(
     samples: dict[TrajectoryKey, SampleFacts] = {}
     async for trajectory in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, near):
         samples.setdefault(trajectory.key, _generated(trajectory))
-    if not samples:
-        return {}
+    # Demonstrations have neither tickets nor scores.
+    numbers = [ticket for ticket, _ in samples if not is_demonstration(ticket)]
+    if not numbers:
+        return samples
     # By number alone: bounds of `near` are times, and ids of tickets are none.
-    of_tickets = Selection(tickets=(min(samples)[0], max(samples)[0]))
+    of_tickets = Selection(tickets=(min(numbers), max(numbers)))
     tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, of_tickets)
     issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
-    for (ticket, _), facts in samples.items():
-        facts.issued_at = issued.get(ticket, 0.0)
+    for (number, _), facts in samples.items():
+        facts.issued_at = issued.get(number, 0.0)
     scored_keys: set[TrajectoryKey] = set()
     async for score in history.messages(StreamName.SCORES.of(lane), Score, of_tickets):
         sample = samples.get(score.key)

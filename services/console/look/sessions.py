@@ -67,6 +67,12 @@ def read_session(trajectory: Trajectory) -> SessionRecord:
     return SessionRecord(tuple(turns), before)
 
 
+def generation_s(trajectory: Trajectory) -> float | None:
+    """Seconds from its first request to its last token; None where nothing was generated: for demonstrations,
+    and for samples that failed before."""
+    return trajectory.finished_at - trajectory.started_at if trajectory.started_at else None
+
+
 def num_completion_tokens(trajectory: Trajectory) -> tuple[int, int]:
     """Completion tokens of all its segments: those that are trained, and those of the environment."""
     whole = sum(len(segment.completion_ids) for segment in trajectory.segments)

@@ -1,7 +1,8 @@
 """`tidemill step`: what went into a step, in which micro-batches, where its time went, and what came out."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tidemill.common.history.groups import advantages_of, dropped_groups, left_o
 from tidemill.common.process.activity import times_of
 from tidemill.common.run.state import PROFILES
 from tidemill.common.streams import id_order, last_id
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.messages import Commit, is_demonstration
 from tidemill.services.console.commands import StepOptions
 from tidemill.services.console.look.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.look.selection import parse_steps, span_of
@@ -27,6 +28,7 @@ from tidemill.services.console.text.tree import Node, jsonable, note, part, show
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""
 MAX_DROPPED = 12
+"""Names that are listed for each reason why groups or samples were not trained."""
 BAR_WIDTH = 24
 OUTCOMES = (
     "reward", "reward_std", "loss", "grad_norm", "learning_rate", "entropy", "kl", "rollout_kl",
@@ -40,7 +42,7 @@ OUTCOMES = (
 def step_tree(record: StepRecord, is_full: bool = False) -> Node:
     commit = record.commit
     took_s = commit.finished_at - commit.started_at
-    against = f"its advantages fall where its rewards rise; see {command_line('trace')}"
+    reversal = f"its advantages fall where its rewards rise; see {command_line('trace')}"
     tickets = commit.groups if is_full else commit.groups[:MAX_GROUPS]
     more = len(commit.groups) - len(tickets)
     passes = f", {commit.passes} times over" if commit.passes > 1 else ""
@@ -51,7 +53,7 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             "what went in",
             _input_lines(record),
             table(_group_row(record, ticket) for ticket in tickets),
-            (note(f"ticket {t}: {against} {t}", "bold red") for t in record.reversed_groups),
+            (note(f"ticket {t}: {reversal} {t}", "bold red") for t in record.reversed_groups),
             [note(f"… {more:,} more groups; --full shows all", "dim")] if more else [],
         ),
         part(f"in which micro-batches{passes}", batch_table(record)),
@@ -96,9 +98,9 @@ def _input_lines(record: StepRecord) -> Iterator[Node]:
     rewards = record.rewards
     num_trained = len(set(commit.trained_keys))
     lengths = [sample.num_tokens for sample in record.samples.values()]
-    yield Node("groups", f"{len(commit.groups)}, of which {num_trained:,} samples were trained on")
+    yield Node("groups", f"{len(commit.groups)}, with {num_trained:,} samples that were trained on")
     if record.num_lost:
-        yield Node("gone", f"{record.num_lost:,} of them: the streams have their trajectories no more")
+        yield Node("gone", f"{record.num_lost:,} of these samples: the streams no longer have them")
     if lengths:
         yield Node("tokens", f"{sum(lengths):,} of completions, {min(lengths)} to {max(lengths)} each")
     yield from _session_lines([sample.session for sample in record.samples.values() if sample.session])
@@ -108,14 +110,21 @@ def _input_lines(record: StepRecord) -> Iterator[Node]:
     shares = _staleness_words(commit)
     if shares:
         yield Node("staleness", shares)
+    yield from _drop_lines("dropped", "group", dropped_groups(commit))
     samples = [(sample_name(ticket, index), reason) for ticket, index, reason in left_out(commit)]
-    for label, noun, drops in (("dropped", "group", dropped_groups(commit)), ("left out", "sample", samples)):
-        by_reason: dict[str, list[str]] = {}
-        for subject, reason in drops:
-            by_reason.setdefault(reason, []).append(str(subject))
-        for reason, names in by_reason.items():
-            listed = ", ".join(names[:MAX_DROPPED]) + (", …" if len(names) > MAX_DROPPED else "")
-            yield Node(label, f"{reason}: {plural(len(names), noun)} ({listed})")
+    yield from _drop_lines("left out", "sample", samples)
+
+
+def _drop_lines(label: str, noun: str, drops: Iterable[tuple[int | str, str]]) -> Iterator[Node]:
+    """One line for each reason: `zero_variance: 2 groups (2, 5)`. `drops` are pairs of name and reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in drops:
+        by_reason.setdefault(reason, []).append(str(name))
+    for reason, names in by_reason.items():
+        listed = ", ".join(names[:MAX_DROPPED])
+        if len(names) > MAX_DROPPED:
+            listed += ", …"
+        yield Node(label, f"{reason}: {plural(len(names), noun)} ({listed})")
 
 
 def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
@@ -132,26 +141,30 @@ def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
     yield Node("waited", f"{engine} for the engine, {environment} for the environment, all sessions")
     ends = Counter(session.end for session in sessions if session.end != "done")
     if ends:
-        yield Node("truncated", ", ".join(f"{count} by {end}" for end, count in sorted(ends.items())))
+        yield Node("truncated", ", ".join(f"{times} by {end}" for end, times in sorted(ends.items())))
     for label, name in (("forks", "num_forks"), ("faults", "num_faults")):
         counts = [getattr(session, name) for session in sessions]
         if any(counts):
-            yield Node(label, f"{sum(counts):,} in {sum(count > 0 for count in counts)} sessions")
+            yield Node(label, f"{sum(counts):,} in {sum(number > 0 for number in counts)} sessions")
 
 
 def _staleness_words(commit: Commit) -> str:
-    """Shares of tokens by staleness in steps, else its maximum and mean."""
+    """Shares of tokens by staleness in steps, such as `0: 80%  2: 20%`; of a commit that has no shares, the
+    greatest and the mean."""
     metrics = commit.metrics
     shares = []
-    for age in range(64):
+    for age in count():
         share = metrics.get(f"staleness/share_{age}")
+        # Shares are without gaps, from 0 to the oldest token's: the first one that is absent ends them.
         if share is None:
             break
         if share:
             shares.append(f"{age}: {share:.0%}")
-    if not shares and (most := metrics.get("staleness/max")) is not None:
-        return f"at most {most:g}, mean {metrics.get('staleness/mean', 0.0):.2g}"
-    return f"of tokens, in steps  {'  '.join(shares)}" if shares else ""
+    if shares:
+        return f"of tokens, in steps  {'  '.join(shares)}"
+    if "staleness/max" in metrics:
+        return f"at most {metrics['staleness/max']:g}, mean {metrics.get('staleness/mean', 0.0):.2g}"
+    return ""
 
 
 def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
@@ -159,25 +172,42 @@ def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     advantages = advantages_of(record.commit, ticket).values()
     versions = {version for sample in samples for version in sample.versions}
-    counts = sorted(Counter(rewards).items())
-    counted = "  ".join(f"{count}× {value:.4g}" for value, count in counts)
+    if is_demonstration(ticket):  # whose version is a placeholder
+        versions = set()
     return {
         "ticket": ticket,
         "samples": len(samples),
-        "rewards": counted if len(counts) <= 3 else f"{counts[0][0]:.4g} … {counts[-1][0]:.4g}",
+        "rewards": _rewards_words(rewards),
         "mean": float(np.mean(rewards)) if rewards else None,
         "advantages": f"{min(advantages):.3g} … {max(advantages):.3g}" if advantages else None,
-        "versions": " … ".join(map(str, sorted({min(versions), max(versions)}))) if versions else "",
+        "versions": _range_words(versions),
         "tokens": sum(sample.num_tokens for sample in samples),
-        "complete": _relative(record.complete_at(ticket) - record.commit.started_at if samples else None),
+        "complete": _relative(record, record.complete_at(ticket)),
         "by": ", ".join(sorted({sample.worker for sample in samples})),
     }
 
 
-def _relative(seconds: float | None) -> str:
-    """A time relative to the beginning of the step, in words."""
-    if seconds is None:
+def _rewards_words(rewards: Sequence[float]) -> str:
+    """Up to three different rewards with their counts, `2× 0  1× 1`; of more, the lowest and the highest."""
+    counts = sorted(Counter(rewards).items())
+    if len(counts) <= 3:
+        return "  ".join(f"{times}× {value:.4g}" for value, times in counts)
+    return f"{counts[0][0]:.4g} … {counts[-1][0]:.4g}"
+
+
+def _range_words(versions: Collection[int]) -> str:
+    """`3 … 5`, or `3` where all are the same."""
+    if len(versions) <= 1:
+        return "".join(map(str, versions))
+    return f"{min(versions)} … {max(versions)}"
+
+
+def _relative(record: StepRecord, at_s: float) -> str:
+    """A time relative to the beginning of the step, `2.0 s before`. Times that are not known are 0."""
+    began_at = record.commit.started_at
+    if not at_s or not began_at:
         return NOTHING
+    seconds = at_s - began_at
     return f"{took(-seconds)} before" if seconds < 0 else f"{took(seconds)} after"
 
 
@@ -217,16 +247,20 @@ def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 def _slowest_lines(record: StepRecord) -> Iterator[Node]:
     commit = record.commit
-    last = max(record.samples.values(), key=lambda s: s.scored_at, default=None)
-    if last is None:
-        return
-    ready = sum(1 for ticket in commit.groups if record.complete_at(ticket) <= commit.started_at)
-    yield Node("ready", f"{ready} of {len(commit.groups)} groups were complete when the step began")
-    spent = last.stages_s(commit.finished_at)
-    words = ", ".join(f"{stage} {took(spent[stage])}" for stage in STAGES[:-1] if stage in spent)
-    came = _relative(last.scored_at - commit.started_at)
-    yield Node("last to come", f"{sample_name(*last.key)}, {came} the step began: {words}")
-    if record.manifest is not None and record.manifest.announced_at:
+    # A time of 0 is not known: demonstrations have no scores, and commits of older releases no times.
+    scored = [sample for sample in record.samples.values() if sample.scored_at]
+    if scored and commit.started_at:
+        scored_tickets = {sample.key[0] for sample in scored}
+        num_ready = sum(record.complete_at(ticket) <= commit.started_at for ticket in scored_tickets)
+        of_groups = f"of {len(scored_tickets)} groups with scores"
+        yield Node("ready", f"{num_ready} {of_groups} were complete when the step began")
+        last = max(scored, key=lambda sample: sample.scored_at)
+        spent = last.stages_s(commit.finished_at)
+        # Without the last stage, which it spent in the trainer.
+        words = ", ".join(f"{stage} {took(spent[stage])}" for stage in STAGES[:-1] if stage in spent)
+        came = _relative(record, last.scored_at)
+        yield Node("last to come", f"{sample_name(*last.key)}, {came} the step began: {words}")
+    if record.manifest is not None and record.manifest.announced_at and commit.finished_at:
         late_s = max(0.0, record.manifest.announced_at - commit.finished_at)
         yield Node("weights", f"announced {took(late_s)} after the commit")
 

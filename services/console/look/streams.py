@@ -30,14 +30,15 @@ from tidemill.common.wire.messages import (
     Ticket,
     Trajectory,
     WeightManifest,
+    is_demonstration,
 )
 from tidemill.services.console.commands import EntryOptions, GrepOptions, TailOptions, ViewOptions
 from tidemill.services.console.look.joins import near_tickets
 from tidemill.services.console.look.selection import parse_sample, parse_stream, selection_of
-from tidemill.services.console.look.sessions import num_completion_tokens, session_facts
+from tidemill.services.console.look.sessions import generation_s, num_completion_tokens, session_facts
 from tidemill.services.console.look.trace import session_parts
 from tidemill.services.console.run.history import RunAccess, read_run
-from tidemill.services.console.text.formats import number, plural, printable, sample_name, size
+from tidemill.services.console.text.formats import NOTHING, number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
 
 NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
@@ -140,7 +141,7 @@ def _print_records(view: ViewOptions, stream: StreamName, records: list[Record])
         for record in records:
             print(json.dumps(_record_json(stream, record)), flush=True)
     else:
-        rows = table(map(_row, records), UNITS)
+        rows = table(map(row_of, records), UNITS)
         body = rows if records else note(f"nothing of {stream} is selected", "dim")
         print_tree(terminal(), part("", body), view.is_full)
 
@@ -338,7 +339,8 @@ def _print_hit(view: ViewOptions, hit: Hit) -> None:
         return
     notes = ""
     if isinstance(message, Trajectory):
-        notes = f"  step {message.step}  version {_versions(message)}  {printable(message.worker, 24)}"
+        version = f"version {_versions(message) or NOTHING}"
+        notes = f"  step {message.step}  {version}  {printable(message.worker, 24)}"
     elif isinstance(message, Score):
         notes = f"  {message.status.value}  {number(message.value)}  {printable(message.worker, 24)}"
     elif isinstance(message, Ticket | Commit):
@@ -399,7 +401,8 @@ def _record_tree(stream: StreamName, record: Record) -> Node:
     return part(name, (Node(name, value) for name, value in values.items()), session, sections)
 
 
-def _row(record: Record) -> dict[str, Any]:
+def row_of(record: Record) -> dict[str, Any]:
+    """An entry as a line of a table: titles and values."""
     if isinstance(record, Garbled):
         error = Node("error", f"cannot be decoded: {record.error}", style="yellow")
         return {"id": record.entry_id, "error": error}
@@ -407,7 +410,10 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _versions(trajectory: Trajectory) -> str:
-    """The versions that produced its tokens: `12`, or `12 → 13`; those of forks after `|`."""
+    """The versions that produced its tokens: `12`, or `12 → 13`; those of forks after `|`. Empty for a
+    demonstration, whose version is a placeholder."""
+    if is_demonstration(trajectory.ticket):
+        return ""
     rows = []
     for segment in trajectory.segments:
         versions = [str(version) for version, _ in segment.spans]
@@ -430,7 +436,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "end": facts.end if facts else trajectory.finish,
         "worker": trajectory.worker,
         "finished": trajectory.finished_at,
-        "took": trajectory.finished_at - trajectory.started_at,
+        "took": generation_s(trajectory),
         "completion": trajectory.text,
     }
 

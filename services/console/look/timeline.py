@@ -24,7 +24,7 @@ from tidemill.common.history.groups import WHOLE_GROUP
 from tidemill.common.streams.selection import tickets_of
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
 from tidemill.services.console.commands import StepOptions
-from tidemill.services.console.look.joins import SampleFacts, StepRecord, read_samples
+from tidemill.services.console.look.joins import SampleFacts, StepRecord, ranges_of, read_samples
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import sample_name, size
@@ -71,8 +71,9 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     tickets = [ticket for commit in stretch.commits for ticket in tickets_of(commit)]
     num_groups = max(len(commit.groups) for commit in stretch.commits)
     ahead = IN_FLIGHT_STEPS if max_staleness is None else max_staleness + 1
-    under_way = Selection(tickets=(min(tickets), max(tickets) + ahead * num_groups))
-    stretch.samples = await read_samples(history, under_way)
+    for lowest, highest in ranges_of(tickets):
+        under_way = Selection(tickets=(lowest, highest + ahead * num_groups))
+        stretch.samples |= await read_samples(history, under_way)
     window = (stretch.begin_s, stretch.commits[-1].finished_at)
     stretch.evaluated = await read_samples(history, Selection(times=window), Lane.EVAL)
     manifests = history.messages(StreamName.WEIGHTS, WeightManifest, Selection(times=window))

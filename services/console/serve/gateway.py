@@ -50,9 +50,10 @@ READ_COUNT = 1024
 BLOCK_S = 1.0
 WATCH_S = 5.0
 """Seconds between two checks of whether Redis has lost entries, and what may be trimmed."""
-SERVED = "served"
-RESERVED = 4096
-"""Field of the run's state: tickets below this number may be in use; and how many are reserved at once."""
+SERVED_FIELD = "served"
+"""Field of the run's state in Redis: tickets below this number may be in use."""
+TICKETS_AT_ONCE = 4096
+"""Tickets that are reserved with one write of that field."""
 GROUP_IS_DROPPED = "a sample of its group failed, and the config drops its group (on_failure: drop_group)"
 
 
@@ -68,13 +69,20 @@ class ScoreOut(BaseModel):
 
 
 @dataclass(slots=True)
-class _Waiting:
-    sample: EncodedSample
+class _WaitingSample:
+    """A sample that has no score yet."""
+
+    encoded: EncodedSample
     score: "asyncio.Future[Score]"
-    after: str
-    """Id of an older entry: until its own id is known, nothing above this one may be trimmed."""
+    older_id: str
+    """Id of an entry before its own in the stream."""
     entry_id: str = ""
-    """Empty until it is known to be appended."""
+    """Its own; empty until it is known to be appended."""
+
+    @property
+    def first_needed_id(self) -> str:
+        """Nothing from this id on may be trimmed."""
+        return self.entry_id or self.older_id
 
 
 class RewardGateway:
@@ -86,7 +94,7 @@ class RewardGateway:
         self._keys = run.keys
         self._reward = run.config.reward
         self._archive = run.config.streams.archive
-        self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
+        self._waiting: dict[Lane, dict[TrajectoryKey, _WaitingSample]] = {lane: {} for lane in Lane}
         self._tickets: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
         """By lane, the tickets of samples that wait, and how many of each."""
         self._num_coming = 0
@@ -94,12 +102,13 @@ class RewardGateway:
         self._next_ticket = 0
         self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
-        """By stream, the entry id below which all has been read."""
+        """By stream, the id of the last entry that was read."""
         self._newest = dict.fromkeys(Lane, START)
         """By lane, the id of the newest trajectory that is known to be appended."""
         self._server = ""
-        self._maybe_lost: list[_Waiting] = []
-        """Samples that Redis may have lost, since another server process has answered."""
+        """Which Redis process has answered last; empty before the first answer."""
+        self._maybe_lost: list[_WaitingSample] = []
+        """Samples that waited when another Redis process answered: it may not have them."""
         self._bytes_since_archive = 0
         self._departed = DepartedProcesses(broker, run.keys)
 
@@ -124,17 +133,17 @@ class RewardGateway:
             raise BusyError(f"{num_waiting} samples wait for a score already", BUSY_RETRY_S)
 
     @contextmanager
-    def registered(self) -> Iterator[list[_Waiting]]:
+    def registered(self) -> Iterator[list[_WaitingSample]]:
         """Yields a list for `submit`; what is in it waits for scores until the end of the block."""
-        waiting: list[_Waiting] = []
+        waiting: list[_WaitingSample] = []
         try:
             yield waiting
         finally:
             for each in waiting:
-                self._pop(each.sample.lane, each.sample.key)
+                self._pop(each.encoded.lane, each.encoded.key)
                 each.score.cancel()
 
-    async def submit(self, request: IncomingRequest, waiting: list[_Waiting]) -> None:
+    async def submit(self, request: IncomingRequest, waiting: list[_WaitingSample]) -> None:
         """Append the samples of a request, and add them to `waiting`, in their order.
 
         Raises:
@@ -143,8 +152,8 @@ class RewardGateway:
             UnavailableError: the request could not be read to its end.
         """
         self.check_room(request.num_samples)
-        num_coming = request.num_samples
-        self._num_coming += num_coming
+        self._num_coming += request.num_samples
+        num_registered = 0
         try:
             first_ticket = self._next_ticket
             self._next_ticket += request.num_groups
@@ -153,20 +162,21 @@ class RewardGateway:
             async for encoded in request.encoded(first_ticket):
                 added = [self._register(sample) for sample in encoded]
                 waiting += added
-                num_coming -= len(added)
+                num_registered += len(added)
                 self._num_coming -= len(added)
                 await self._append(added)
         finally:
-            self._num_coming -= num_coming
+            # Of a request that was not read to its end, the others do not come.
+            self._num_coming -= request.num_samples - num_registered
 
-    async def scores_of(self, waiting: Sequence[_Waiting], num_bytes: int) -> list[ScoreOut]:
+    async def scores_of(self, waiting: Sequence[_WaitingSample], num_bytes: int) -> list[ScoreOut]:
         """The scores of a request of so many bytes, once the last one is there."""
         scores = []
         for number, each in enumerate(waiting):
             scores.append(await each.score)
             if number % ANSWERED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        # Not before: a look at the streams while they wait would find nothing to archive, and end the count.
+        # Counted once they have scores: `_trim` sets the count back, and archives no sample that still waits.
         self._bytes_since_archive += num_bytes
         return await self._answers(scores)
 
@@ -175,7 +185,7 @@ class RewardGateway:
         """A gateway that continues the ticket numbers of an earlier process. It reads from the ends of the
         streams on: older scores are for requests to that process."""
         gateway = cls(run, broker)
-        num_served = int(await broker.execute("HGET", run.keys.state, SERVED) or 0)
+        num_served = int(await broker.execute("HGET", run.keys.state, SERVED_FIELD) or 0)
         gateway._next_ticket = num_served
         gateway._reserved = num_served
         for key in gateway._positions:
@@ -192,36 +202,37 @@ class RewardGateway:
 
     async def _reserve(self) -> None:
         """Reserve ticket numbers before anything is appended: a later process uses none of them."""
-        reserved = self._next_ticket + RESERVED
-        await self._broker.execute("HSET", self._keys.state, SERVED, reserved)
+        reserved = self._next_ticket + TICKETS_AT_ONCE
+        await self._broker.execute("HSET", self._keys.state, SERVED_FIELD, reserved)
         # Only now: a request that comes meanwhile must not use numbers that Redis does not have.
         self._reserved = reserved
 
-    def _register(self, sample: EncodedSample) -> _Waiting:
+    def _register(self, encoded: EncodedSample) -> _WaitingSample:
         score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(sample, score, self._newest[sample.lane])
-        self._waiting[sample.lane][sample.key] = waiting
-        self._tickets[sample.lane][sample.key[0]] += 1
-        return waiting
+        sample = _WaitingSample(encoded, score, older_id=self._newest[encoded.lane])
+        self._waiting[encoded.lane][encoded.key] = sample
+        self._tickets[encoded.lane][encoded.key[0]] += 1
+        return sample
 
-    def _pop(self, lane: Lane, key: TrajectoryKey) -> _Waiting | None:
-        waiting = self._waiting[lane].pop(key, None)
-        if waiting is not None:
+    def _pop(self, lane: Lane, key: TrajectoryKey) -> _WaitingSample | None:
+        sample = self._waiting[lane].pop(key, None)
+        if sample is not None:
             tickets = self._tickets[lane]
             tickets[key[0]] -= 1
             if not tickets[key[0]]:
                 del tickets[key[0]]
-        return waiting
+        return sample
 
-    async def _append(self, waiting: Sequence[_Waiting]) -> None:
+    async def _append(self, samples: Sequence[_WaitingSample]) -> None:
         for lane in Lane:
-            of_lane = [each for each in waiting if each.sample.lane is lane]
+            of_lane = [sample for sample in samples if sample.encoded.lane is lane]
             if not of_lane:
                 continue
             key = self._keys.trajectories(lane)
-            entries = [(each.sample.schema, each.sample.payload) for each in of_lane]
-            for each, entry_id in zip(of_lane, await append_encoded(self._broker, key, entries), strict=True):
-                each.entry_id = entry_id
+            entries = [(sample.encoded.schema, sample.encoded.payload) for sample in of_lane]
+            entry_ids = await append_encoded(self._broker, key, entries)
+            for sample, entry_id in zip(of_lane, entry_ids, strict=True):
+                sample.entry_id = entry_id
                 self._newest[lane] = max(self._newest[lane], entry_id, key=id_order)
 
     async def _answers(self, scores: Sequence[Score]) -> list[ScoreOut]:
@@ -242,6 +253,7 @@ class RewardGateway:
         status = score.status
         value = score.value
         error = score.error
+        # Where it has failed itself, it keeps its own error.
         if is_group_dropped and value is not None:
             status = ScoreStatus.FAILED
             value = None
@@ -272,71 +284,68 @@ class RewardGateway:
         origins = {self._keys.name_of(self._keys.trajectories(lane)): lane for lane in Lane}
         while True:
             for entry in await reader.read(READ_COUNT, BLOCK_S):
-                if not isinstance(entry, Entry) or (lane := origins.get(entry.message.origin)) is None:
-                    continue
-                letter = entry.message
-                waiting = self._waiting[lane]
-                # By its entry id where its key could not be decoded.
-                tickets = {key[0] for key, request in waiting.items() if request.entry_id == letter.entry_id}
-                tickets.add(letter.ticket)
-                for ticket, index in [key for key in waiting if key[0] in tickets]:
-                    failed = Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error)
-                    self._take(lane, failed)
+                if isinstance(entry, Entry) and entry.message.origin in origins:
+                    self._fail_group(origins[entry.message.origin], entry.message)
             self._positions[self._keys.dead] = reader.position
+
+    def _fail_group(self, lane: Lane, letter: DeadLetter) -> None:
+        waiting = self._waiting[lane]
+        # By its entry id where its key could not be decoded.
+        tickets = {key[0] for key, sample in waiting.items() if sample.entry_id == letter.entry_id}
+        tickets.add(letter.ticket)
+        for ticket, index in [key for key in waiting if key[0] in tickets]:
+            failed = Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error)
+            self._take(lane, failed)
 
     def _take(self, lane: Lane, score: Score) -> None:
         # A score that comes twice, after a takeover, counts once.
-        waiting = self._pop(lane, score.key)
-        if waiting is not None and not waiting.score.done():
-            waiting.score.set_result(score)
+        sample = self._pop(lane, score.key)
+        if sample is not None and not sample.score.done():
+            sample.score.set_result(score)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
+            await self._notice_new_server()
             await self._restore_lost()
             await self._trim()
             for lane in Lane:
                 await delete_results(self._broker, self._keys, lane, self._tickets[lane])
             await self._departed.forget()
 
-    async def _restore_lost(self) -> None:
-        """Append again the samples that a new or emptied Redis server does not have."""
-        identity = (await self._broker.info("server"))["run_id"]
+    async def _notice_new_server(self) -> None:
+        """Where another Redis process answers, or this one was emptied, register the run there, and doubt
+        that it has the samples that wait."""
+        process_id = (await self._broker.info("server"))["run_id"]
         is_emptied = not await self._broker.execute("EXISTS", self._keys.config)
-        before = self._server
-        self._server = identity
-        if before not in ("", identity) or is_emptied:
+        is_another = self._server not in ("", process_id)
+        self._server = process_id
+        if is_another or is_emptied:
             await self._run.register(self._broker)
             await self._reserve()
-            self._maybe_lost = [request for waiting in self._waiting.values() for request in waiting.values()]
-        unanswered = [request for request in self._maybe_lost if not request.score.done()]
+            self._maybe_lost = [sample for waiting in self._waiting.values() for sample in waiting.values()]
+
+    async def _restore_lost(self) -> None:
+        """Append again the samples that Redis does not have, of those that it may have lost."""
+        unanswered = [sample for sample in self._maybe_lost if not sample.score.done()]
         # Samples that are just being appended are checked the next time: a part of them may be lost.
-        self._maybe_lost = [request for request in unanswered if not request.entry_id]
-        sent = [request for request in unanswered if request.entry_id]
+        self._maybe_lost = [sample for sample in unanswered if not sample.entry_id]
+        appended = [sample for sample in unanswered if sample.entry_id]
         looks = [
-            ("XRANGE", self._keys.trajectories(request.sample.lane), request.entry_id, request.entry_id)
-            for request in sent
+            ("XRANGE", self._keys.trajectories(sample.encoded.lane), sample.entry_id, sample.entry_id)
+            for sample in appended
         ]
         replies = await self._broker.pipeline(looks) if looks else []
-        lost = [request for request, entries in zip(sent, replies, strict=True) if not entries]
+        lost = [sample for sample, entries in zip(appended, replies, strict=True) if not entries]
         if lost:
             log.warning("Redis has lost samples: appended again", count=len(lost))
             await self._append(lost)
 
     async def _trim(self) -> None:
-        """Trim what is scored and read, once it is archived; of dead letters, all but the newest."""
-        below: dict[StreamName, str] = {}
-        for lane, waiting in self._waiting.items():
-            appended = await last_id(self._broker, self._keys.trajectories(lane))
-            unscored = [request.entry_id or request.after for request in waiting.values()]
-            oldest = min(unscored, key=id_order) if unscored else id_after(appended)
-            if oldest == START:  # the first of all are just being appended
-                return
-            below[StreamName.TRAJECTORIES.of(lane)] = oldest
-            below[StreamName.SCORES.of(lane)] = self._positions[self._keys.scores(lane)]
-        unneeded = await newest_begin(self._broker, self._keys.dead)
-        if unneeded != START:
-            below[StreamName.DEAD] = min(unneeded, self._positions[self._keys.dead], key=id_order)
+        """Trim what is scored and read, once it is archived."""
+        below = await self._find_unneeded()
+        if not below:
+            return
         if self._archive.enabled:
             if self._bytes_since_archive < self._archive.segment_mb * (1 << 20):
                 return
@@ -347,6 +356,24 @@ class RewardGateway:
                 archived = Manifest.load(stream_folder(self._run.folder.path, stream)).last_id
                 entry_id = min(entry_id, id_after(archived), key=id_order)
             await trim_before(self._broker, stream.key(self._keys), entry_id)
+
+    async def _find_unneeded(self) -> dict[StreamName, str]:
+        """By stream, an id below which nothing is needed: trajectories with a score, scores that were read,
+        all dead letters but the newest. Empty where the first samples of a lane are just being appended."""
+        below: dict[StreamName, str] = {}
+        for lane, waiting in self._waiting.items():
+            # Read before `waiting` is looked at: what is appended in between has a higher id.
+            newest = await last_id(self._broker, self._keys.trajectories(lane))
+            needed = [sample.first_needed_id for sample in waiting.values()]
+            first_needed = min(needed, key=id_order) if needed else id_after(newest)
+            if first_needed == START:
+                return {}
+            below[StreamName.TRAJECTORIES.of(lane)] = first_needed
+            below[StreamName.SCORES.of(lane)] = self._positions[self._keys.scores(lane)]
+        unneeded = await newest_begin(self._broker, self._keys.dead)
+        if unneeded != START:
+            below[StreamName.DEAD] = min(unneeded, self._positions[self._keys.dead], key=id_order)
+        return below
 
     async def _archive_up_to(self, below: dict[StreamName, str]) -> None:
         """Archive in a process of its own: compressing would delay the samples."""

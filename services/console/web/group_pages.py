@@ -124,7 +124,9 @@ async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
     segment = trajectory.segments[number]
     first = number_of(typed.get("first"))
     row, _ = _find_row(run, request)
-    pieces = list(shown_tokens(segment, await run.texts(), row.at_step, first, count))
+    texts = await run.texts()
+    is_sampled = not is_demonstration(row.ticket)
+    pieces = list(shown_tokens(segment, texts, row.at_step, first, count, is_sampled))
     total = len(segment.completion_ids)
     return site.response("part.html", tokens=pieces, text="", next=first + len(pieces), total=total)
 
@@ -223,10 +225,10 @@ class ShownToken(NamedTuple):
 
 
 def shown_tokens(
-    segment: Segment, texts: TokenTexts, step: int, first: int, count: int
+    segment: Segment, texts: TokenTexts, step: int, first: int, count: int, is_sampled: bool = True
 ) -> Iterator[ShownToken]:
-    """Tokens `first` to `first + count` of a segment's completion. Their ages are those at `step`, unless it
-    is negative."""
+    """Tokens `first` to `first + count` of a segment's completion, which no version has sampled where it is a
+    demonstration. Ages are those at `step`, unless it is negative."""
     ids = segment.completion_ids.tolist()
     stop = min(first + count, len(ids))
     pieces = texts.pieces(ids, first, stop)
@@ -240,16 +242,22 @@ def shown_tokens(
         is_trained = bool(segment.mask[at])
         probability = math.exp(logprob) if is_known else 1.0
         level = sum(probability < least for least in LIKELY)
-        age = max(0, step - version) if step >= 0 else 0
+        # The version of a demonstration is a placeholder.
+        has_age = step >= 0 and is_sampled
+        age = max(0, step - version) if has_age else 0
         kinds = f"t l{level} v{min(OLDEST, age)} {'trained' if is_trained else 'untrained'}"
-        if segment.turns and at not in turns:
+        begins_version = at == first == 0 or at in begins
+        if not is_sampled:
+            origin = "the demonstration's"
+            begins_version = False
+        elif segment.turns and at not in turns:
             kinds = f"{kinds} environment"
             origin = "the environment's"
         else:
             likely = f"{logprob:.3f} ({100 * probability:.3g} %)".replace("-", "\u2212")
             origin = f"turn {turns[at]} · " if segment.turns else ""
             origin += f"logprob {likely if is_known else 'unknown'} · version {version}"
-            origin += f", {plural(age, 'step')} old" if step >= 0 else ""
+            origin += f", {plural(age, 'step')} old" if has_age else ""
         piece = pieces[at - first] if pieces is not None else str(ids[at])
         if not piece:
             origin += " · a part of the character that a later token ends"
@@ -257,7 +265,7 @@ def shown_tokens(
         yield ShownToken(
             markup.replace("\n", Markup('<span class="nl">⏎</span>\n')),
             kinds if pieces is not None else f"{kinds} id",
-            str(version) if at == first == 0 or at in begins else "",
+            str(version) if begins_version else "",
             f"token {at} · id {ids[at]} · {origin}{'' if is_trained else ' · not trained'}",
         )
 

@@ -92,6 +92,7 @@ class GroupRow:
     workers: tuple[str, ...] = ()
     min_version: int = -1
     max_version: int = -1
+    """The oldest and the newest version that generated a token; -1 where none did, or none yet."""
     trained_step: int = -1
     dropped_step: int = -1
     dropped: str = ""
@@ -150,9 +151,10 @@ class GroupRow:
         self.finished_at = max(self.finished_at, trajectory.finished_at)
         if trajectory.worker not in self.workers and len(self.workers) < MAX_WORKERS:
             self.workers += (trajectory.worker[:100],)
-        least = trajectory.min_version
-        self.min_version = least if self.min_version < 0 else min(self.min_version, least)
-        self.max_version = max(self.max_version, trajectory.max_version)
+        if not is_demonstration(trajectory.ticket):  # whose version is a placeholder
+            least = trajectory.min_version
+            self.min_version = least if self.min_version < 0 else min(self.min_version, least)
+            self.max_version = max(self.max_version, trajectory.max_version)
         self._describe(trajectory)
         self._remember(trajectory.thought or "")
         self._remember(trajectory.text)

@@ -144,7 +144,9 @@ class WatchedRun:
     async def texts(self) -> TokenTexts:
         if self._texts is None:
             # The run's own copy first: the model's folder may be on another machine.
-            folders = [self.folder.path, *([Path(self.config.model.path)] if self.config else ())]
+            folders = [self.folder.path]
+            if self.config is not None:
+                folders.append(Path(self.config.model.path))
             self._texts = await asyncio.to_thread(TokenTexts.load, folders)
         return self._texts
 

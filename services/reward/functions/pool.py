@@ -317,8 +317,10 @@ class ProcessPool:
             raise error
 
     async def close(self) -> None:
-        for process in [*self._processes, *([self._apart] if self._apart else [])]:
+        for process in list(self._processes):
             self._discard(process)
+        if self._apart:
+            self._discard(self._apart)
         await asyncio.gather(*self._reapers)
 
     @property

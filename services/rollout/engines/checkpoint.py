@@ -66,7 +66,7 @@ def checkpoint_tensors(
         yield info.name, as_tensor(info, flat)
 
 
-def check_given(files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> None:
+def check_files(files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> None:
     """Raises WeightsError: there is nothing to load, or a file is not there."""
     every = [*files, *(file for delta in deltas for file in delta)]
     missing = [str(file) for file in every if not file.is_file()]

@@ -37,8 +37,8 @@ from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     StopTexts,
-    uniforms,
 )
+from tidemill.services.rollout.engines.random_numbers import uniforms
 from tidemill.services.rollout.engines.states import has_keys, is_recurrent, join_rows, select_rows
 
 if TYPE_CHECKING:

@@ -6,15 +6,11 @@ engine itself and name, for every token, the version of the weights that produce
 the engine computes with the new weights.
 """
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.run.special_tokens import Reading
@@ -133,8 +129,8 @@ class Engine(ABC):
     """
 
     stands_still = False
-    """Whether it sleeps with requests running; they go on when it wakes."""
-    reports = False
+    """Whether `sleep` suspends running requests, which go on after `wake`; else it waits for their end."""
+    is_reporting = False
     """Whether it calls `on_report`: it has a KV cache of a fixed size."""
     on_report: Callable[[EngineReport], None] | None = None
     """Called on the loop with each report."""
@@ -180,14 +176,17 @@ class Engine(ABC):
         """Replace weights by those of a full version (`files`: safetensors, Hugging Face names) with `deltas`
         written over it: the files of each, oldest first. Without `files` deltas change what the engine holds.
 
+        Example: to version 7: `files` of version 5 and `deltas` [files of 6, files of 7]; where the engine
+        holds version 6, no `files` and `deltas` [files of 7].
+
         `digest` is that of the result. For `files` the caller has proven it, from their bytes; for deltas the
         engine proves it, from its own values.
 
         Raises:
             WeightsMismatchError: deltas do not lead from what the engine holds to `digest`, or were not held
-                when they were read back. Load the full version.
+                when they were read back: then nothing is generated until a full version is loaded.
             WeightsError: the files cannot be used; the engine goes on with the weights it has.
-            EngineError: the engine failed; the process has to be restarted.
+            EngineError: the engine failed, and generates nothing; the process has to be restarted.
         """
 
     @abstractmethod
@@ -272,26 +271,3 @@ def check_length(request: GenerationRequest, max_model_len: int) -> None:
             f"request {request.request_id}: {num_prompt} prompt tokens + max_tokens {max_tokens} exceed "
             f"model.max_model_len {max_model_len}; shorten the prompt or lower max_tokens"
         )
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def request_key(seed: int, request_id: str) -> int:
-    """64 bits that differ between requests and between seeds."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little")
-
-
-def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The `draw`-th random number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
-    # The mixer is defined modulo 2^64: wrapping around is meant.
-    with np.errstate(over="ignore"):
-        state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
-        state = (state ^ (state >> np.uint64(30))) * _MIX_1
-        state = (state ^ (state >> np.uint64(27))) * _MIX_2
-        state = state ^ (state >> np.uint64(31))
-    # 53 bits, as many as a float64 holds: no fraction is rounded up to 1.
-    fractions: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return fractions

@@ -14,7 +14,13 @@ from pathlib import Path
 from tidemill.common.errors import EngineError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
 from tidemill.common.run.special_tokens import Reading
-from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
+from tidemill.services.rollout.engines.engine import (
+    Engine,
+    EngineReport,
+    Generation,
+    GenerationRequest,
+    WeightUpdate,
+)
 
 
 class GpuSharingEngine(Engine):
@@ -23,6 +29,9 @@ class GpuSharingEngine(Engine):
     def __init__(self, engine: Engine, turn_s: float, stall_s: float) -> None:
         """An engine that takes longer than `stall_s` to sleep or to wake fails: others wait for the GPU."""
         self._engine = engine
+        self.is_reporting = engine.is_reporting
+        if engine.is_reporting:
+            engine.on_report = self._report
         self._stall_s = stall_s
         lock = GpuLock(lock_files())
         still = engine.stands_still
@@ -96,6 +105,10 @@ class GpuSharingEngine(Engine):
                 yield
         except GpuSharingError as error:
             raise EngineError(str(error)) from error
+
+    def _report(self, report: EngineReport) -> None:
+        if self.on_report is not None:
+            self.on_report(report)
 
     def _ended(self, keeper: "asyncio.Task[None]") -> None:
         """The gate has failed: requests that stand still would wait for ever, so the engine is closed."""

@@ -52,7 +52,10 @@ def as_tensor(info: TensorInfo, flat: Bits) -> Tensor:
 
 
 class Key(NamedTuple):
-    """Positions of a checkpoint's tensor: `offset` plus any multiples of `strides` below `sizes`."""
+    """Positions of a checkpoint's tensor: `offset` plus any multiples of `strides` below `sizes`.
+
+    Example: the last two columns of a matrix [3, 4]: `offset` 2, `sizes` (3, 2), `strides` (4, 1).
+    """
 
     name: str
     offset: int
@@ -71,7 +74,11 @@ class Piece:
 
     def local(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `memory`
-        those lie."""
+        those lie.
+
+        Example: the piece of `Key`, in a parameter [3, 2] of its own. Of the positions 2, 4 and 7 the first
+        and the last are in it, at 0 and 3.
+        """
         remaining = positions - self.key.offset
         inside = remaining >= 0
         places = torch.zeros_like(remaining)
@@ -91,6 +98,7 @@ class Piece:
         return self.tensor.as_strided((span,), (1,))
 
     def values(self, places: Tensor) -> Tensor:
+        """What lies there in `memory`, as bits of the checkpoint's dtype."""
         return as_bits(self.memory()[places].to(DTYPES[self.info.dtype]))
 
     def part(self, whole: Tensor) -> Tensor:
@@ -130,8 +138,8 @@ class StagedChange(NamedTuple):
 
 
 class _Staging:
-    """Collects the change of one piece, window by window of a delta, and joins the windows at the end. Once
-    its device is full, all of the change goes to host memory."""
+    """Collects the change of one piece, patch by patch, and joins the patches at the end. Once its device is
+    full, all of the change goes to host memory."""
 
     def __init__(self, piece: Piece, total: DigestSum | None) -> None:
         """`total` adds up how digests change."""

@@ -23,9 +23,8 @@ from tidemill.services.rollout.engines.engine import (
     GenerationRequest,
     WeightUpdate,
     check_length,
-    request_key,
-    uniforms,
 )
+from tidemill.services.rollout.engines.random_numbers import request_key, uniforms
 
 
 class SimulatedEngine(Engine):

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,13 +18,12 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsMismatchErro
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
-from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint_tensors, prove, read_tensors
+from tidemill.services.rollout.engines.checkpoint import check_files, checkpoint_tensors, prove, read_tensors
 from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     StopTexts,
     WeightUpdate,
-    request_key,
     share_cores,
 )
 from tidemill.services.rollout.engines.model import (
@@ -35,6 +34,7 @@ from tidemill.services.rollout.engines.model import (
     open_model,
     pieces_of,
 )
+from tidemill.services.rollout.engines.random_numbers import request_key
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.engines.decoding import DecodingRow
@@ -136,21 +136,31 @@ class TransformersEngine(ModelEngine):
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
-        """Read beside the running batch, and write the weights before the next one."""
+        """Read beside the running batch, and write the weights before the next one.
+
+        Raises:
+            WeightsMismatchError: deltas cannot be proven. Nothing has changed.
+            WeightsError: nothing has changed.
+            EngineError: the weights may be half replaced; the engine is closed.
+        """
         started = time.perf_counter()
-        model = self._running_model()
-        check_given(files, deltas)
+        self._running_model()
+        check_files(files, deltas)
         # On another thread than the model's: the files are read while a batch decodes.
         write = await asyncio.to_thread(self._stage, files, deltas, digest)
         async with self._model_in_use:
             paused = time.perf_counter()
-            await self._on_thread(write)
+            try:
+                await self._on_thread(write)
+            except Exception as error:
+                # Within the lock: the next batch would go on with weights that are half replaced.
+                await self.close()
+                raise EngineError(
+                    f"version {version} could not be written into the model: {error!r}; restart this worker"
+                ) from error
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
-        # Beside the next batch: only the next delta needs it.
-        if files:
-            self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
 
     async def sleep(self) -> None:
@@ -228,9 +238,7 @@ class TransformersEngine(ModelEngine):
     ) -> Callable[[], None]:
         """Read a version, or prove that deltas alone lead to `digest`. Returns a function that writes it."""
         if files:
-            tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
-            # Matched before the model stands still: files that do not fit change nothing.
-            return partial(copy_weights, match_weights(self._running_model(), tensors))
+            return self._stage_full(files, deltas, digest)
         from tidemill.services.rollout.engines.held_weights import apply
 
         if self._held is None:
@@ -241,23 +249,30 @@ class TransformersEngine(ModelEngine):
         def write() -> None:
             wrong = apply(changes)
             if wrong:
-                self._held = None
                 raise EngineError(f"{wrong:,} values were not there when they were read back")
             self._digest = proven
 
         return write
 
-    def _pieces(
-        self, model: Any, files: Sequence[Path], digest: str
-    ) -> "tuple[HeldWeights | None, Digest | None]":
-        """The pieces and digest of the version that was just written; None if pieces cannot be located."""
-        if not is_additive(digest):
-            return None, None
-        try:
-            held = pieces_of(model, [info for info, _ in read_tensors(files).values()])
-        except ValueError:  # the model has other names than its files: it gets whole versions
-            return None, None
-        return held, Digest.parse(digest)
+    def _stage_full(
+        self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
+    ) -> Callable[[], None]:
+        # All that needs the files comes before the write: they may be pruned at any time, and what does not
+        # fit changes nothing.
+        model = self._running_model()
+        base = read_tensors(files)
+        pairs = match_weights(model, dict(checkpoint_tensors(base, deltas)))
+        held = None
+        if is_additive(digest):
+            with suppress(ValueError):  # the model has other names than its files: it gets whole versions
+                held = pieces_of(model, [info for info, _ in base.values()])
+
+        def write() -> None:
+            copy_weights(pairs)
+            self._held = held
+            self._digest = Digest.parse(digest) if held is not None else None
+
+        return write
 
     def _running_model(self) -> Any:
         if self._model is None:

@@ -5,8 +5,10 @@ with the version that sampled it; requests that have started keep their KV cache
 weights; requests that have not started use nothing that older weights computed. The last point takes
 two measures, because a prompt's KV cache is shared: the cache is keyed by version, and a request that
 still waits inside the engine is taken back at an update and submitted again under the new key. The features
-that the tower computes of a picture are shared and keyed in the same way. vLLM's own processor gets no
-picture: it would expand placeholders a second time, and its class makes other pixels than the trainer's.
+that the tower computes of a picture are shared and keyed in the same way.
+
+Pictures go in as tensors of our own processor. vLLM's would make other pixels than the trainer's, and expand
+the placeholders a second time.
 
 Logprobs are those of the processed distribution, so they equal the trainer's at the same temperature.
 """
@@ -29,7 +31,7 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsError, Weigh
 from tidemill.common.process.vllm_machine import IMAGES_IN_VLLM, add_torchvision
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
-from tidemill.services.rollout.engines.checkpoint import check_given, prove
+from tidemill.services.rollout.engines.checkpoint import check_files, prove
 from tidemill.services.rollout.engines.engine import (
     PART_TOKENS,
     EngineReport,
@@ -73,9 +75,13 @@ class VllmEngine(ModelEngine):
         self._unstarted: dict[str, bool] = {}
         self._updating = asyncio.Lock()  # held by an update, and while asleep
         self._digest: Digest | None = None
-        self._is_readable = False
-        self._is_patchable = False
-        self._moves = False
+        """Of what the parameters hold; None where that is not known, so that no delta can be proven."""
+        self._can_read_back = False
+        """Whether the checkpoint's values can be read from the parameters of every rank."""
+        self._can_patch_version = False
+        """Whether deltas can be proven over the full version that is loaded: every value of it is there."""
+        self._has_moved_weights = False
+        """Whether `sleep` has moved the weights to the CPU's memory."""
         self._images: PromptImages | None = None
 
     @property
@@ -84,7 +90,7 @@ class VllmEngine(ModelEngine):
         return self._digest is not None
 
     @property
-    def reports(self) -> bool:  # type: ignore[override]
+    def is_reporting(self) -> bool:  # type: ignore[override]
         return not self._config.rollout.vllm.extra.get("disable_log_stats", False)
 
     async def start(self) -> None:
@@ -116,18 +122,20 @@ class VllmEngine(ModelEngine):
         self.num_running += 1
         num_errors = 0
         try:
-            output = None
             params = self._sampling_params(request)
             priority = URGENT if request.is_urgent else request.ticket
-            while output is None:
+            while True:
                 # A new one for each try: it remembers how many tokens it has looked at.
                 stops = StopTexts(request.sampling.stop, self.decode)
                 output = await self._submit(request, params, priority, stops, pixels)
-                if output is not None and output.outputs[0].finish_reason == "error":
-                    num_errors += 1
-                    if num_errors < ERROR_ATTEMPTS:
-                        log.warning("vLLM ended a request with an error", request=request.request_id)
-                        output = None
+                if output is None:
+                    continue  # an update took it back: again, with the new weights
+                if output.outputs[0].finish_reason != "error":
+                    break
+                num_errors += 1
+                if num_errors == ERROR_ATTEMPTS:
+                    break  # `_as_generation` refuses the output
+                log.warning("vLLM ended a request with an error", request=request.request_id)
         finally:
             self.num_running -= 1
         return _as_generation(request, output.outputs[0], output.num_cached_tokens, stops.is_reached)
@@ -138,8 +146,8 @@ class VllmEngine(ModelEngine):
         """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
-            WeightsMismatchError: deltas cannot be proven. If the engine's own weights are wrong, generation
-                stands still until a full version is loaded.
+            WeightsMismatchError: deltas cannot be proven, and nothing has changed; or they were not there
+                when they were read back, and generation stands still until a full version is loaded.
             WeightsError: nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """
@@ -159,7 +167,8 @@ class VllmEngine(ModelEngine):
                 raise EngineError(f"version {version} could not be loaded into vLLM: {error!r}") from error
             # After the swap, which finds out whether deltas over this version can be proven.
             if files:
-                self._digest = Digest.parse(digest) if self._is_patchable and is_additive(digest) else None
+                is_provable = self._can_patch_version and is_additive(digest)
+                self._digest = Digest.parse(digest) if is_provable else None
         return WeightUpdate(version, load_s=time.perf_counter() - started, paused_s=paused_s)
 
     async def sleep(self) -> None:
@@ -168,8 +177,8 @@ class VllmEngine(ModelEngine):
         # Held until `wake`: an update would write to weights whose memory is not on the device.
         await self._updating.acquire()
         llm = self._running_llm()
-        self._moves = not is_cpu()
-        if self._moves:
+        self._has_moved_weights = not is_cpu()
+        if self._has_moved_weights:
             # Level 2 would drop the weights, and `wake` has to give the same ones back.
             await llm.sleep(level=1, mode="keep")
         else:
@@ -177,7 +186,7 @@ class VllmEngine(ModelEngine):
 
     async def wake(self) -> None:
         llm = self._running_llm()
-        await (llm.wake_up() if self._moves else llm.resume_generation())
+        await (llm.wake_up() if self._has_moved_weights else llm.resume_generation())
         self._updating.release()
 
     async def close(self) -> None:
@@ -233,7 +242,7 @@ class VllmEngine(ModelEngine):
         key = f"v{self.version}"
         prompt: Any = tokens_input(list(request.prompt_ids), cache_salt=key)
         if pixels is not None:
-            prompt = self._seen_prompt(request, pixels, key)
+            prompt = self._picture_prompt(request, pixels, key)
         self._unstarted[engine_id] = False
         final = None
         num_reported = 0
@@ -244,7 +253,8 @@ class VllmEngine(ModelEngine):
             # would end only when the garbage collector finds it.
             async with aclosing(llm.generate(prompt, params, engine_id, priority=priority)) as outputs:
                 async for output in outputs:
-                    # Also where it reached the core after the abort: it has run on the old key.
+                    # With its first output a request has started. Where an update had taken it back before,
+                    # it has run on the old key, also if it reached the core after the update's abort.
                     if self._unstarted.pop(engine_id, False):
                         return None
                     final = output
@@ -265,7 +275,7 @@ class VllmEngine(ModelEngine):
         assert final is not None, "vLLM ended a request without an output"
         return final
 
-    def _seen_prompt(self, request: GenerationRequest, pixels: "Pixels", key: str) -> "MultiModalInput":
+    def _picture_prompt(self, request: GenerationRequest, pixels: "Pixels", key: str) -> "MultiModalInput":
         """A prompt that is expanded already, with the tensors of our own processor."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
@@ -296,8 +306,12 @@ class VllmEngine(ModelEngine):
         logprobs: Any = output.logprobs
         if not spans or spans[0][1] != 0:
             return None
-        tokens = (list(output.token_ids[:num_tokens]), list(logprobs.logprobs[:num_tokens]))
-        return Generation(*tokens, spans, "length")
+        return Generation(
+            token_ids=list(output.token_ids[:num_tokens]),
+            logprobs=list(logprobs.logprobs[:num_tokens]),
+            spans=spans,
+            finish="length",
+        )
 
     def _sampling_params(self, request: GenerationRequest) -> "SamplingParams":
         """vLLM's sampling parameters for the request, with no more output than is needed."""
@@ -307,15 +321,18 @@ class VllmEngine(ModelEngine):
         sampling = request.sampling
         filters = sampling.filters()
         top_k = sampling.top_k
+        temperature = sampling.temperature
         if self._config.masked_sources:
-            # vLLM then requires top-k and refuses temperature 0: top-k 1 samples the same.
-            top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1
+            # vLLM then requires top-k and refuses temperature 0: top-k 1 at temperature 1 samples the same.
+            top_k = (top_k or self.folder.vocab_size) if temperature else 1
+        if not temperature and top_k == 1:
+            temperature = 1.0
         banned_ids = self._images.banned_ids if self._images is not None else ()
         # No seed: on CPU a seeded request crashes the sampler.
         return SamplingParams(
             routed_experts_prompt_start=sampling.num_routed,
             max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature or float(top_k == 1),
+            temperature=temperature,
             **filters | {"top_k": top_k},
             # Given here: without a tokenizer vLLM knows no EOS.
             stop_token_ids=list(self.folder.eos_ids),
@@ -332,7 +349,7 @@ class VllmEngine(ModelEngine):
     async def _stage(self, files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> Digest:
         """Have every rank read its part while generation goes on. Returns how deltas change the digest."""
         llm = self._running_llm()
-        check_given(files, deltas)
+        check_files(files, deltas)
         with tempfile.TemporaryDirectory(prefix="tidemill-stage-") as report:
             job = {
                 "files": list(map(str, files)),
@@ -379,9 +396,9 @@ class VllmEngine(ModelEngine):
         if any(answer["traced"] for answer in answers):
             await self._divide_digest()
         no_patch = [each["no_patch"] for each in answers if each["no_patch"]]
-        if no_patch and self._is_patchable:
+        if no_patch and self._can_patch_version:
             log.warning("every version is loaded in full", reason=no_patch[0])
-        self._is_patchable = self._is_readable and not no_patch
+        self._can_patch_version = self._can_read_back and not no_patch
         # After the last token of the old weights, before the first of the new ones: generation is paused.
         await llm.update_weight_version(str(version))
         self.version = version
@@ -405,15 +422,16 @@ class VllmEngine(ModelEngine):
         if refused:
             raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
         unread = [answer["unread"] for answer in answers if answer["unread"]]
-        self._is_readable = not unread
-        self._is_patchable = not unread
+        self._can_read_back = not unread
+        self._can_patch_version = not unread
         if unread:
             log.warning("weights cannot be read back, so no digest proves an update", reason=unread[0])
         await self._divide_digest()
 
     async def _divide_digest(self) -> None:
-        """Have each position count in one rank's digest, that of the first that holds it."""
-        if self._config.rollout.vllm.tensor_parallel_size == 1 or not self._is_readable:
+        """Have each position count in one rank's digest, that of the first that holds it: norms, which every
+        rank has, would count several times in the sum of all ranks."""
+        if self._config.rollout.vllm.tensor_parallel_size == 1 or not self._can_read_back:
             return
         owners: set[str] = set()
         disowned = []
@@ -445,7 +463,9 @@ def _answered(report: str) -> list[Path]:
 def _as_generation(
     request: GenerationRequest, output: "CompletionOutput", num_cached_tokens: int | None, is_stopped: bool
 ) -> Generation:
-    if output.finish_reason not in ("stop", "length", *(["abort"] if is_stopped else [])):
+    # Where a stop text was reached, `_submit` has aborted the request: that is its end.
+    is_ended = output.finish_reason in ("stop", "length") or (is_stopped and output.finish_reason == "abort")
+    if not is_ended:
         raise EngineError(
             f"vLLM ended request {request.request_id} with {output.finish_reason!r}; restart this worker"
         )

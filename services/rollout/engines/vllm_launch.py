@@ -17,7 +17,8 @@ from tidemill.common.process.vllm_machine import (
     prepare_process,
 )
 from tidemill.common.run.model_config import for_vllm, with_overrides
-from tidemill.services.rollout.engines.engine import EngineReport, request_key, share_cores
+from tidemill.services.rollout.engines.engine import EngineReport, share_cores
+from tidemill.services.rollout.engines.random_numbers import request_key
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

@@ -109,8 +109,8 @@ REFUSED_QUANTIZATION = (
 )
 
 Answer = dict[str, Any]
-Version = tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]]
-"""The tensors of a full version, and deltas to it."""
+FullAndDeltas = tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]]
+"""The tensors of a full version, and the files of each delta since then, oldest first."""
 
 
 class WeightLoader:
@@ -142,15 +142,20 @@ class RankWeights:
         self._rank = rank
         self.held = HeldWeights([])
         self._infos: list[TensorInfo] = []
-        self._is_plain = False
+        """The tensors of the version that `held` was traced with."""
+        self._can_read_back = False
+        """Whether `held` says where the checkpoint's values lie in the parameters."""
         self._no_patch = ""
         """Why deltas cannot be written over the full version that was loaded last."""
         self._loaded: set[str] | None = None
         """Parameters that the starting model's files filled: each version has to fill them again."""
         self._disowned: set[int] = set()
-        self._full: Version | None = None
+        """Numbers of pieces, in the order of `held`, that a lower rank counts in its digest."""
+        # What is staged is one of these three.
+        self._to_load: FullAndDeltas | None = None
+        """For the model's loader."""
+        self._to_copy: StagedVersion | None = None
         self._changes: list[StagedChange] = []
-        self._version: StagedVersion | None = None
         self._memory = HostMemory()
         self._stream: Any = None
 
@@ -173,7 +178,7 @@ class RankWeights:
         except (ValueError, KeyError, AttributeError) as error:
             unread = str(error)
             converted = ""
-        self._is_plain = not unread
+        self._can_read_back = not unread
         if converted and is_cpu():  # GPUs have the layerwise reload, which converts again
             return {"refuse": f"new weights would not reach what vLLM computes with on this CPU: {converted}"}
         return {"refuse": "", "unread": unread}
@@ -205,17 +210,17 @@ class RankWeights:
         paths = [list(map(Path, delta)) for delta in deltas]
         # What an earlier update staged, and never applied, must not be written with this one.
         self._changes = []
-        self._full = None
-        self._version = None
+        self._to_load = None
+        self._to_copy = None
         if files:
             base = read_tensors([Path(file) for file in files])
             if self._is_copied(base):
                 with self._beside():
-                    self._version = StagedVersion(self.held, checkpoint_tensors(base, paths), self._memory)
+                    self._to_copy = StagedVersion(self.held, checkpoint_tensors(base, paths), self._memory)
             else:
-                self._full = (base, paths)
+                self._to_load = (base, paths)
             return {}
-        if not self._is_plain:
+        if not self._can_read_back:
             raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
         with self._beside():
             change, self._changes = self.held.stage(paths, self._disowned)
@@ -246,18 +251,18 @@ class RankWeights:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
         """
         held = self.held
-        full = self._full
-        version = self._version
+        to_load = self._to_load
+        to_copy = self._to_copy
         changes = self._changes
         # Taken out first: what fails half way is not applied a second time, and its memory is free after it.
         self._changes = []
-        self._full = None
-        self._version = None
+        self._to_load = None
+        self._to_copy = None
         with torch.no_grad():
-            if full is not None:
-                wrong = self._load(*full)
-            elif version is not None:
-                wrong = int(not version.write())
+            if to_load is not None:
+                wrong = self._load(*to_load)
+            elif to_copy is not None:
+                wrong = int(not to_copy.write())
                 self._no_patch = ""
                 self._refresh()
             else:
@@ -280,7 +285,7 @@ class RankWeights:
     def _is_copied(self, base: Mapping[str, tuple[TensorInfo, Bits]]) -> bool:
         """Whether a full version needs no loader: it has exactly the tensors whose places are known."""
         # On a CPU the loader reads the files' own pages: to stage them would take host memory twice.
-        if not self._is_plain or is_cpu() or self.held.reason_not_to_patch():
+        if not self._can_read_back or is_cpu() or self.held.reason_not_to_patch():
             return False
         return {info.name: info for info in self._infos} == {name: info for name, (info, _) in base.items()}
 
@@ -293,7 +298,7 @@ class RankWeights:
         }
         if loaded is not None and (missing := sorted(expected - set(loaded))):
             raise ValueError(f"{len(missing)} parameters got no new weights: {', '.join(missing[:5])}")
-        if not self._is_plain:
+        if not self._can_read_back:
             return 0
         infos = [info for info, _ in base.values()]
         if infos != self._infos:  # names and dtypes may be others than those of the starting model

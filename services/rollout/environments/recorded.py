@@ -1,7 +1,9 @@
-"""A session's environment with its recorded answers, which another worker may have recorded.
+"""Gives a session's recorded answers before its environment's own: a worker has died, another one goes on.
 
-One that restores gets its last mark after its recorded answers have been given; one that repeats is asked
-again from the beginning, and has to give the same answers.
+How the environment comes to where it was (`Resumes` in `environment.py`):
+
+* `restore`: it is not asked. The last recorded answer has a mark, the environment's state, which it gets.
+* `repeat`: it is asked again from the beginning, and has to give the recorded answers.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -52,16 +54,10 @@ class RecordedEnvironment(Environment):
         await self._inner.close()
 
     async def _answer(self, kind: type[Answer], ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Raises DifferentAnswerError: it is not what is recorded."""
+        """Raises DifferentAnswerError: what is recorded is another answer, or cannot be read."""
+        if self._resumes == "restore" and self._recording.has_answer:
+            return await self._restored_answer(kind)
         recorded = self._recording.next_answer() if self._recording.has_answer else None
-        if recorded is not None and self._resumes == "restore":
-            try:
-                restored = kind(**recorded)
-            except TypeError as error:  # of another release
-                raise DifferentAnswerError(str(error)) from None
-            if not self._recording.has_answer:
-                await self._inner.restore(restored.mark)
-            return restored
         answer = await ask()
         plain: Any = asdict(answer)
         if self._resumes == "repeat":  # a hash is enough: the environment gives the answer again
@@ -70,4 +66,13 @@ class RecordedEnvironment(Environment):
             self._recording.add_answer(plain)
         elif recorded != plain:
             raise DifferentAnswerError(f"{kind.__name__} {answer}")
+        return answer
+
+    async def _restored_answer(self, kind: type[Answer]) -> Answer:
+        try:
+            answer = kind(**self._recording.next_answer())
+        except TypeError as error:  # fields of another release
+            raise DifferentAnswerError(str(error)) from None
+        if not self._recording.has_answer:  # this was the last one
+            await self._inner.restore(answer.mark)
         return answer

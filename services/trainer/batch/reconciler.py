@@ -222,9 +222,9 @@ class Reconciler:
             last = await last_id(self.broker, self.keys.weights)
             if self._announced_as and id_order(last) >= id_order(self._announced_as):
                 return False
+            # The first announcement of version 8 is 9-0. Behind it, that of a later trainer is 9-1: workers
+            # that hold a newer version of a lost history take the higher term, and go back.
             first = entry_id_of(self.manifest.version)
-            # Behind an announcement of the same version (its id has the next sequence number): workers that
-            # hold a newer version of a lost history take the higher term, and go back.
             entry_id = first if id_order(last) < id_order(first) else id_after(last)
             is_beyond = id_order(entry_id)[0] != id_order(first)[0]
             if is_beyond:  # the stream ends with a newer version, or with what is none

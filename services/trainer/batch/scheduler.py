@@ -58,8 +58,11 @@ class Scheduler:
 
     def limit(self, version: int) -> int:
         """Most tickets that may have been issued when `version` steps are committed."""
-        steps = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
-        return self.prompts.num_tickets(steps) + self.num_replacements
+        return self.prompts.num_tickets(self._num_open_steps(version)) + self.num_replacements
+
+    def _num_open_steps(self, version: int) -> int:
+        """How many steps, from the first one on, the gate lets in when `version` steps are committed."""
+        return min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
 
     async def admit(self, version: int) -> list[Ticket]:
         """Issue every regular ticket that the gate lets in now."""
@@ -77,7 +80,7 @@ class Scheduler:
         places = self.prompts.demonstration_places
         if places is None:
             return
-        end = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
+        end = self._num_open_steps(version)
         for step in range(max(self._demonstrated_to, version), end):
             await self.publish_demonstrations(places.tickets(step))
         self._demonstrated_to = end
@@ -99,7 +102,8 @@ class Scheduler:
         self.num_replacements += 1
         # With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
         # not be older than the step in progress allows.
-        return await self._issue([self._next(self.next_ticket, max(old.step, step), ticket, outcome)])
+        step_of_new = max(old.step, step)
+        return await self._issue([self._next(self.next_ticket, step_of_new, ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
         self.outstanding.pop(ticket, None)
@@ -132,10 +136,10 @@ class Scheduler:
         self.next_ticket += 1
 
     async def find_skipped(self) -> list[int]:
-        """Outstanding tickets that the stream has not got although it goes beyond them.
+        """Outstanding tickets that the stream lacks although it goes beyond them: it takes them no more.
 
-        Redis had lost them, and the trainer before this one, which had trained them, issued only the
-        following ones again. The stream takes no lower ids.
+        An earlier trainer had trained them, and issued only the following ones again when Redis had lost all
+        of these. In the state that this trainer continues from they are not trained yet.
         """
         key = self.keys.prompts()
         end = id_order(await last_id(self.broker, key))
@@ -152,12 +156,14 @@ class Scheduler:
         log.warning(
             "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
-        dead_letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
-        await take_back(self.broker, self.keys, self.keys.prompts(), dead_letters, self._floor)
+        without_letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
+        await take_back(self.broker, self.keys, self.keys.prompts(), without_letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # Progress that says "published" would hold for the ticket that gets this number next.
-        progress = [self.keys.progress(number) for number in numbers]
-        remains = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
+        remains = []
+        for number in numbers:
+            progress = self.keys.progress(number)
+            remains += [progress, self.keys.parts(progress), self.keys.results(number)]
         await self.broker.execute("DEL", *remains)
 
     async def reissue_lost(self) -> int:
@@ -175,13 +181,14 @@ class Scheduler:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint: tickets with the rows of their prompts."""
-        tickets = self.outstanding.values()
+        outstanding = []
+        for ticket in self.outstanding.values():
+            outcome = None if ticket.outcome is None else list(ticket.outcome)
+            outstanding.append([ticket.ticket, ticket.step, ticket.replaces, ticket.row, outcome])
         return {
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,
-            "outstanding": [
-                [t.ticket, t.step, t.replaces, t.row, t.outcome and list(t.outcome)] for t in tickets
-            ],
+            "outstanding": outstanding,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -189,7 +196,8 @@ class Scheduler:
         self.num_replacements = int(state["num_replacements"])
         for number, step, replaces, row, saved in state["outstanding"]:
             # By row and not drawn again: a curriculum has moved on since the ticket was issued.
-            fields = self.prompts.fields_of_row(number, row) | {"outcome": saved and outcome_of(saved)}
+            fields = self.prompts.fields_of_row(number, row)
+            fields["outcome"] = None if saved is None else outcome_of(saved)
             self.outstanding[number] = self._ticket(number, step, replaces=replaces, **fields)
 
     async def _issue(self, tickets: list[Ticket]) -> list[Ticket]:

@@ -46,7 +46,7 @@ class ExportsWeights(SavesState):
 
     @cached_property
     def _writer(self) -> ShardWriter:
-        # The base has the shapes of what is published, and no rank waits for another.
+        # Only shapes are needed. `_sources` has the same ones, but would merge adapters, a call of all ranks.
         tensors = self._base_of(self._model)
         return ShardWriter(self._model, tensors, self._dtype, self.peers, max_share=self.max_share_changed)
 
@@ -140,5 +140,6 @@ class ExportsWeights(SavesState):
 
 
 def _words(tensor: Tensor) -> Tensor:
+    """Its bits as `DigestSum` takes them: flat, 16-bit words, or bytes where an element has one."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16)

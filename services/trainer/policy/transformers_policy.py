@@ -159,7 +159,7 @@ class TransformersPolicy(ExportsWeights):
         """Updates of the run so far, those that were skipped included."""
         self._begins_update = True
         """Whether the next micro-batch is the first of an update."""
-        self._held: dict[str, Tensor] | None = None
+        self._start_weights: dict[str, Tensor] | None = None
         """The weights at the start of the step, where `hold_weights` keeps them; else None."""
         self.layout = pick_layout(model, self.scorer, config.packing, max_model_len)
         self.bins = (config.bin_tokens, config.num_bins)
@@ -349,11 +349,11 @@ class TransformersPolicy(ExportsWeights):
                 option.end_step(num_steps, self._model)
         return result
 
-    def _sum_held(self) -> None:
+    def _sum_held_gradients(self) -> None:
         """For ranks: sum the gradients that each of them holds, once for all micro-batches of an update."""
 
     def _update(self, denominator: float) -> UpdateResult:
-        self._sum_held()
+        self._sum_held_gradients()
         lr = learning_rate(
             self._config.optimizer, self._num_updates, self._config.steps, self._config.updates_per_step
         )
@@ -376,7 +376,7 @@ class TransformersPolicy(ExportsWeights):
         return UpdateResult(norms[0], lr)
 
     def zero(self) -> None:
-        self._sum_held()
+        self._sum_held_gradients()
         self._begins_update = True
         # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
@@ -389,10 +389,10 @@ class TransformersPolicy(ExportsWeights):
 
     def hold_weights(self) -> None:
         """Copy what is trained, in master precision on its device."""
-        self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
+        self._start_weights = {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def release_weights(self) -> None:
-        self._held = None
+        self._start_weights = None
 
     def _weights(self) -> dict[str, Tensor]:
         """Everything that updates change, of the model and beside it; views."""
@@ -416,7 +416,7 @@ class TransformersPolicy(ExportsWeights):
             needed |= {column: column for column in option.columns}
         computed = [SampleColumns() for group in parts for _ in group]
         if needed:
-            with self._held_weights():
+            with self._at_start_weights():
                 start = self._score_all(parts, self.scorer, self._temperature, self.options)
             for columns, scores in zip(computed, start, strict=True):
                 for column, score in needed.items():
@@ -438,16 +438,17 @@ class TransformersPolicy(ExportsWeights):
 
     @contextmanager
     @torch.no_grad()
-    def _held_weights(self) -> Iterator[None]:
-        """The held weights, where there are any, take the place of the current ones."""
-        if self._held is None:
+    def _at_start_weights(self) -> Iterator[None]:
+        """Within the block, the weights at the start of the step take the place of the current ones, where
+        `hold_weights` has kept them."""
+        if self._start_weights is None:
             yield
             return
         current = self._weights()
         saved = {name: tensor.clone() for name, tensor in current.items()}
         # In place: the optimizer and the sharding hold these very tensors.
         for name, tensor in current.items():
-            tensor.copy_(self._held[name])
+            tensor.copy_(self._start_weights[name])
         try:
             yield
         finally:

@@ -29,7 +29,10 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A published tensor: the elements of `source` from flat position `first` on."""
+    """A published tensor: the elements of the model's tensor `source` from flat position `first` on.
+
+    Example: the second of two experts [3, 8] that the model has as one tensor [2, 3, 8]: `first` 24.
+    """
 
     info: TensorInfo
     source: str
@@ -74,13 +77,13 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: to
             slices.append(Slice(info, source, int(tensor.storage_offset())))
         else:
             converted.append(info)
-    slices += _probed(model, _uncovered(shapes, slices), converted) if converted else []
+    if converted:
+        slices += _probed(model, _uncovered(shapes, slices), converted)
     sliced = {piece.info.name for piece in slices}
     not_sliced = tuple(info for info in converted if info.name not in sliced)
     # What a conversion reads together is not known: it gets all tensors that slices do not cover.
-    return ExportPlan(
-        tuple(slices), not_sliced, frozenset(_uncovered(shapes, slices)) if not_sliced else frozenset()
-    )
+    sources = frozenset(_uncovered(shapes, slices)) if not_sliced else frozenset[str]()
+    return ExportPlan(tuple(slices), not_sliced, sources)
 
 
 def _uncovered(tensors: dict[str, Tensor], slices: list[Slice]) -> dict[str, Tensor]:
@@ -92,7 +95,12 @@ def _uncovered(tensors: dict[str, Tensor], slices: list[Slice]) -> dict[str, Ten
 
 
 def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[TensorInfo]) -> list[Slice]:
-    """The tensors that are slices although their conversion copies them."""
+    """The tensors that are slices although their conversion copies them.
+
+    Example: two experts [3, 8] of one tensor [2, 3, 8]. The probe of that is [2, 3, 4], the numbers 0 to 23.
+    The second expert comes out as 12 to 23, four columns wide: a slice, which begins at row 12 // 4 = 3, that
+    is at element 3 * 8 = 24.
+    """
     probes = {}
     firsts = {}
     end = 0

@@ -100,29 +100,42 @@ class Comparison:
         return self.num_changed / max(self.num_elements, 1)
 
     def __add__(self, other: "Comparison") -> "Comparison":
-        has_before = self.before is not None and other.before is not None
-        before = self.before + other.before if has_before else None  # type: ignore[operator]
-        counts = [getattr(self, n) + getattr(other, n) for n in ("num_changed", "num_elements", "num_bytes")]
-        return Comparison(self.digest + other.digest, before, *counts)
+        before = None
+        if self.before is not None and other.before is not None:
+            before = self.before + other.before
+        return Comparison(
+            digest=self.digest + other.digest,
+            before=before,
+            num_changed=self.num_changed + other.num_changed,
+            num_elements=self.num_elements + other.num_elements,
+            num_bytes=self.num_bytes + other.num_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPart:
-    """Consecutive elements of a published tensor, which this rank holds from `start` on."""
+class ShardPiece:
+    """Consecutive elements of a published tensor, which this rank owns.
+
+    Example: elements 12 to 23 of the model's tensor `source` are published as a tensor of their own. Of
+    `source` this rank has elements 16 to 31 as its shard. Its piece are elements 16 to 23: `start` 4,
+    `shard_start` 0, `count` 8.
+    """
 
     info: TensorInfo
+    """The published tensor."""
     start: int
+    """Position of the first element in the published tensor."""
     source: str
-    first: int
-    """Where they begin in the flat shard of `source`."""
+    shard_start: int
+    """Position of the first element in this rank's shard of `source`."""
     count: int
 
 
 @dataclass(slots=True)
 class Change:
-    """What changed in a chunk of a part; `values` is None where all of it is to be written."""
+    """What changed in a chunk of a piece; `values` is None where all of the chunk is to be written."""
 
-    piece: ShardPart
+    piece: ShardPiece
     offset: int
     count: int
     positions: Bits | None = None
@@ -139,7 +152,7 @@ class Shadow:
     dtype: torch.dtype
     is_leader: bool = True
     max_share: float = 1.0
-    parts: list[ShardPart] = field(default_factory=list)
+    pieces: list[ShardPiece] = field(default_factory=list)
     num_changed: int = 0
     _held: dict[str, Tensor] = field(default_factory=dict)
     _digest: Digest | None = None
@@ -157,46 +170,55 @@ class Shadow:
         """Take in the current weights: `tensors` by the names of the model, local or sharded by rows, and on
         rank 0 the published tensors that are no slices (`converted`)."""
         self._changes = []
-        self.num_changed = 0
         before = self._digest
         if before is None or not self.is_held:
             digest = self.measure(tensors, converted)
             self.num_changed = self._num_elements
             if self.is_held:
-                for name, flat in _flats(tensors, converted).items():
-                    if any(piece.source == name for piece in self.parts):
-                        # A copy in any case: else the shadow would move with weights of its dtype.
-                        self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
+                self._hold_copies(tensors, converted)
         else:
-            flats = _flats(tensors, converted)
-            total = DigestSum()
-            for piece in self.parts:
-                for offset, count in _chunks(piece, flats[piece.source]):
-                    self._compare_chunk(piece, offset, count, flats[piece.source], total)
-            digest = before + total.read()
+            digest = before + self._take_changes(tensors, converted)
         self._digest = digest
-        num_bytes = sum(piece.count * piece.info.bits_dtype.itemsize for piece in self.parts)
+        num_bytes = sum(piece.count * piece.info.bits_dtype.itemsize for piece in self.pieces)
         return Comparison(digest, before, self.num_changed, self._num_elements, num_bytes)
+
+    def _hold_copies(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
+        sources = {piece.source for piece in self.pieces}
+        for name, flat in _flats(tensors, converted).items():
+            if name in sources:
+                # A copy in any case: else the shadow would move with weights of its dtype.
+                self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
+
+    def _take_changes(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Digest:
+        """Bring what is held to the current weights; returns how that changes the digest."""
+        self.num_changed = 0
+        flats = _flats(tensors, converted)
+        total = DigestSum()
+        for piece in self.pieces:
+            flat = flats[piece.source]
+            for offset, count in _chunks(piece, flat):
+                self._compare_chunk(piece, offset, count, flat, total)
+        return total.read()
 
     def measure(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Digest:
         """The digest of this rank's part of the current weights; the shadow stays as it is."""
-        if not self.parts:
+        if not self.pieces:
             self._begin(tensors)
         flats = _flats(tensors, converted)
         total = DigestSum()
-        for piece in self.parts:
+        for piece in self.pieces:
             flat = flats[piece.source]
             for offset, count in _chunks(piece, flat):
-                values = flat[piece.first + offset :][:count]
+                values = flat[piece.shard_start + offset :][:count]
                 bits = _as_bits(values.to(exported_dtype(values, self.dtype)))
                 total.add_run(piece.info, piece.start + offset, bits)
         headers = (header_digest(info) for info in self.plan.infos if self.is_leader)
         return sum(headers, total.read())
 
     def _compare_chunk(
-        self, piece: ShardPart, offset: int, count: int, flat: Tensor, total: DigestSum
+        self, piece: ShardPiece, offset: int, count: int, flat: Tensor, total: DigestSum
     ) -> None:
-        begin = piece.first + offset
+        begin = piece.shard_start + offset
         values = self._held[piece.source]
         if values.dtype not in self._buffers:
             self._buffers[values.dtype] = values.new_empty(DEVICE_CHUNK if _is_on_device(values) else CHUNK)
@@ -208,25 +230,24 @@ class Shadow:
             return
         self.num_changed += len(places)
         start = piece.start + offset
-        is_dense = len(places) > DENSE_SHARE * count
-        if is_dense:
+        change = Change(piece, offset, count)
+        if len(places) > DENSE_SHARE * count:
             total.add_run(piece.info, start, held, sign=-1)
             total.add_run(piece.info, start, now)
         else:
             new = now[places]
             total.add_change(piece.info, places + start, held[places], new)
+            if self.num_changed <= self.max_share * self._num_elements:
+                # Within a chunk 32 bits are enough; the chunk's own place is added in 64 when it is written.
+                change.positions = places.to(torch.int32).cpu().numpy()
+                change.values = _numpy(new, piece.info)
+        self._changes.append(change)
         # After the digest, which takes away the old values and adds the new ones.
         held.copy_(now)
-        if is_dense or self.num_changed > self.max_share * self._num_elements:
-            self._changes.append(Change(piece, offset, count))
-        else:
-            # Within a chunk 32 bits are enough; the chunk's own place is added in 64 when it is written.
-            positions = places.to(torch.int32).cpu().numpy()
-            self._changes.append(Change(piece, offset, count, positions, _numpy(new, piece.info)))
 
     @property
     def _num_elements(self) -> int:
-        return sum(piece.count for piece in self.parts)
+        return sum(piece.count for piece in self.pieces)
 
     def hold(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
         """Have these weights written without a copy: they must not change meanwhile."""
@@ -243,6 +264,7 @@ class Shadow:
         self._copies.follow(self._held.values())
 
     def write_changes(self, writer: DeltaWriter) -> None:
+        # `runs` has the values of each change that lacks its own, in the order of the changes.
         dense = (self._bits(c.piece, c.offset, c.count) for c in self._changes if c.values is None)
         runs = self._copies.read(dense)
         for change in self._changes:
@@ -258,7 +280,7 @@ class Shadow:
         next chunk is read."""
         chunks = [
             (piece, offset, min(DEVICE_CHUNK, piece.count - offset))
-            for piece in self.parts
+            for piece in self.pieces
             for offset in range(0, piece.count, DEVICE_CHUNK)
         ]
         values = self._copies.read(self._bits(*chunk) for chunk in chunks)
@@ -267,32 +289,33 @@ class Shadow:
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Find out which elements of the published tensors this rank holds."""
-        for piece in self.plan.slices:
-            low, high = owned_range(tensors[piece.source], self.is_leader)
-            begin = max(low, piece.first)
-            end = min(high, piece.end)
+        for published in self.plan.slices:
+            low, high = owned_range(tensors[published.source], self.is_leader)
+            begin = max(low, published.first)
+            end = min(high, published.end)
             if begin < end:
-                shard_part = ShardPart(
-                    piece.info,
-                    start=begin - piece.first,
-                    source=piece.source,
-                    first=begin - low,
+                piece = ShardPiece(
+                    published.info,
+                    start=begin - published.first,
+                    source=published.source,
+                    shard_start=begin - low,
                     count=end - begin,
                 )
-                self.parts.append(shard_part)
+                self.pieces.append(piece)
         if self.is_leader:
-            infos = self.plan.converted
-            self.parts += [ShardPart(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
+            for info in self.plan.converted:
+                whole = ShardPiece(info, 0, _own_name(info.name), 0, info.num_elements)
+                self.pieces.append(whole)
 
-    def _bits(self, piece: ShardPart, offset: int, count: int) -> Tensor:
-        return _as_bits(self._held[piece.source][piece.first + offset :][:count])
+    def _bits(self, piece: ShardPiece, offset: int, count: int) -> Tensor:
+        return _as_bits(self._held[piece.source][piece.shard_start + offset :][:count])
 
 
 def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _chunks(piece: ShardPart, flat: Tensor) -> Iterator[tuple[int, int]]:
+def _chunks(piece: ShardPiece, flat: Tensor) -> Iterator[tuple[int, int]]:
     """Offset and number of elements of what is compared at once."""
     size = DEVICE_CHUNK if _is_on_device(flat) else CHUNK
     for offset in range(0, piece.count, size):

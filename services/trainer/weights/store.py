@@ -126,18 +126,20 @@ class WeightStore:
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
     def begin(
-        self, version: int, policy: WeightSource, state: WeightState, is_there: bool = True
+        self, version: int, policy: WeightSource, state: WeightState, may_reuse: bool = True
     ) -> BegunVersion | WeightManifest:
         """Start to write `state`, which the policy has just compared; in the policy's thread.
 
         After a restart the version may be there already. If it is whole and of the same weights, its manifest
-        is returned and nothing is written: a worker may be reading it. Otherwise the new bytes replace it.
+        is returned and nothing is written: a worker may be reading it. Otherwise, and always without
+        `may_reuse`, the new bytes replace it.
 
         Raises:
             StorageError: the disk is full or read-only. Nothing of it is visible; call again.
         """
         target = self.folder / version_name(version)
-        if is_there and (standing := self.standing(version, state.digest)) is not None:
+        standing = self.standing(version, state.digest) if may_reuse else None
+        if standing is not None:
             self.last = standing
             return standing
         parent = self._parent(version, state)
@@ -161,12 +163,13 @@ class WeightStore:
 
         The policy must still have its weights. Raises StorageError: as `begin`.
         """
-        self.distrust()
+        self.distrust()  # without a version that was written last, this one is written in full
         # What is written is what was compared last, and a trainer that has just started has compared nothing.
         policy.compare_weights()
-        state = WeightState(manifest.digest, "", share_changed=manifest.share_changed)
-        begun = self.begin(manifest.version, policy, state, is_there=False)
-        assert isinstance(begun, BegunVersion), "nothing that is there counts"
+        # No digest for the commit, which is made.
+        state = WeightState(manifest.digest, committed="", share_changed=manifest.share_changed)
+        begun = self.begin(manifest.version, policy, state, may_reuse=False)
+        assert isinstance(begun, BegunVersion), "nothing is reused"
         return begun
 
     def finish(self, begun: BegunVersion | WeightManifest) -> WeightManifest:

@@ -17,15 +17,16 @@ from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.errors import ConfigError
+from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import PROFILES, publish_config
 from tidemill.common.streams import append
 from tidemill.common.streams.consumer import Consumer
 from tidemill.common.wire.keys import REWARD_GROUP
-from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Score, ScoreStatus, Trajectory
 from tidemill.services.console.look import streams
 from tidemill.services.console.look.joins import STAGES, SampleFacts
-from tidemill.services.console.look.timeline import Stretch, Trace
+from tidemill.services.console.look.timeline import Stretch, Trace, read_stretch
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 RIGHT_TO_LEFT = "\u202e"
@@ -409,3 +410,16 @@ def test_generation_and_environment_alternate_on_the_timeline(played, tmp_path):
         ("turn 2: generation", 125_000),
     ]  # fmt: skip
     assert sample["ts"] == inside[0]["ts"] == 14_000_000 and sample["args"]["tokens"] == 14
+
+
+async def test_a_timeline_of_a_step_with_demonstrations_has_no_samples_of_later_steps(broker, keys) -> None:
+    """Numbers of demonstrations are above those of all tickets."""
+    demonstration = make_trajectory(FIRST_DEMONSTRATION + 1, 0, worker="trainer")
+    later = make_trajectory(90, 0)
+    commit = commits()[0]
+    groups = (*commit.groups, demonstration.ticket)
+    await append(broker, keys.trajectories(), demonstration, *trajectories(), later)
+    await append_numbered(broker, keys.commits, [(0, commit.model_copy(update={"groups": groups}))])
+    stretch = await read_stretch(History(keys.run_id, None, broker), 0, 0, max_staleness=1)
+    assert {(0, 0), (4, 1), demonstration.key} <= stretch.samples.keys()
+    assert later.key not in stretch.samples

@@ -322,7 +322,7 @@ class TestWorkerLoop:
         monkeypatch.setattr("tidemill.services.rollout.worker.START", 3)
         async with make(rollout__max_groups_in_flight="auto") as worker:
             assert worker.lane.num_free == 64, "an engine that reports nothing"
-            worker.engine.reports = True
+            worker.engine.is_reporting = True
             worker.engine.held = {1, 2, 3}
             async with self.running(worker) as loop:
                 await wait_until(lambda: _has_length(broker, keys.trajectories(), 3))

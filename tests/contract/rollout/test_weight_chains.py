@@ -233,10 +233,10 @@ async def test_a_repaired_version_is_waited_for_as_long_as_any(follow, chain, mo
         damaged = chain.delta(2)
         now = time.monotonic()
         monkeypatch.setattr(weight_follower.time, "monotonic", lambda: now)
-        follower._count_failure(damaged, DamagedWeightsError("version 2 is damaged"))
+        follower._note_failure(damaged, DamagedWeightsError("version 2 is damaged"))
         now += 0.5
         repaired = chain.base(2)
-        follower._count_failure(repaired, missing)
+        follower._note_failure(repaired, missing)
         with pytest.raises(WeightsError, match="missing"):
             now += 0.5
-            follower._count_failure(repaired, missing)
+            follower._note_failure(repaired, missing)

@@ -8,8 +8,11 @@ from pydantic import ValidationError
 
 from tests.support.models import run_config
 from tidemill.common.config.rollout import ENGINES, RolloutConfig
+from tidemill.common.process.gpu_sharing import LOCKS_DIR_VARIABLE
 from tidemill.services.rollout.engines import build_engine
-from tidemill.services.rollout.engines.engine import Engine, StopTexts, request_key, share_cores, uniforms
+from tidemill.services.rollout.engines.engine import Engine, EngineReport, StopTexts, share_cores
+from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
+from tidemill.services.rollout.engines.random_numbers import request_key, uniforms
 
 
 def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> None:
@@ -17,6 +20,20 @@ def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> No
         assert isinstance(build_engine(run_config("m", rollout={"engine": name})), Engine)
     with pytest.raises(ValidationError):
         RolloutConfig.model_validate({"engine": "sglang"})
+
+
+def test_an_engine_that_shares_its_gpu_passes_on_how_full_it_is(tmp_path, monkeypatch) -> None:
+    """Else `max_groups_in_flight: auto` would take the cache of a shared GPU for one without end."""
+    monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
+    for name in ENGINES:
+        engine = build_engine(run_config("m", rollout={"engine": name}))
+        shared = GpuSharingEngine(engine, turn_s=1.0, stall_s=1.0)
+        assert shared.is_reporting == engine.is_reporting
+        reports: list[EngineReport] = []
+        shared.on_report = reports.append
+        if engine.on_report is not None:
+            engine.on_report(EngineReport(0.5, 2))
+        assert len(reports) == engine.is_reporting
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_what_is_staged_has_arrived_before_it_is_applied(tmp_path, monkeypatch, 
     """One stream for all versions: torch keeps what is freed for the stream that had it."""
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
     weights = RankWeights(model, None)
-    weights._is_plain = True
+    weights._can_read_back = True
     weights.held = traced(Rank(0))
     stage = weights.held.stage
     monkeypatch.setattr(weights.held, "stage", lambda *args: cuda.append("staged") or stage(*args))

@@ -1,4 +1,5 @@
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from tests.support.models import run_config, tiny_llama, tiny_model
 from tests.support.parity import expected_logprobs, score
 from tidemill.common.errors import EngineError, WeightsError
+from tidemill.common.weights.digest import digest_of
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.services.rollout.engines import decoding
+from tidemill.services.rollout.engines import decoding, transformers
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.model import copy_weights, match_weights
@@ -168,6 +170,32 @@ async def test_weights_that_do_not_fit_change_nothing(engine, new_weights, tmp_p
             await engine.load(1, files)
     assert engine.version == 0
     assert await score(engine, [3], [4, 5]) == before
+
+
+async def test_nothing_is_generated_with_weights_that_are_half_written(engine, new_weights):
+    norm = engine._model.model.norm.weight
+    norm.data = torch.ones(1).expand(norm.shape)  # torch writes to no tensor whose elements share memory
+    with pytest.raises(EngineError, match="version 1 could not be written into the model"):
+        await engine.load(1, [new_weights])
+    assert engine.version == 0
+    with pytest.raises(EngineError):
+        await engine.generate(make_requests(1)[0])
+
+
+async def test_a_version_whose_files_are_pruned_as_soon_as_it_is_written_is_loaded_all_the_same(
+    engine, new_weights, tmp_path, monkeypatch
+):
+    file = Path(shutil.copy(new_weights, tmp_path))
+    digest = str(digest_of(read_tensors([file]).values()))
+
+    def copy_and_prune(pairs: Any) -> None:
+        copy_weights(pairs)
+        file.unlink()
+
+    monkeypatch.setattr(transformers, "copy_weights", copy_and_prune)
+    update = await engine.load(1, [file], digest=digest)
+    assert update.version == engine.version == 1
+    assert engine.can_patch, "the next version may be a delta"
 
 
 def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:

@@ -52,15 +52,16 @@ class Tokens:
     """Logarithm of the probability of the ids that sampling kept; None: all were kept."""
     values_N: Tensor | None = None
     teacher_weights_N: Tensor | None = None
-    """Weight of the teacher's term for each token: 0 only measures it, or there is no teacher; None: no token
-    of the pass has one."""
+    """Weight of the teacher's term for each token: 0 where the token has no teacher, or one that is measured
+    only. None: no token of the pass has a teacher."""
     imitation_N: Tensor | None = None
     """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
     routing: "tuple[LayerRouting, ...]" = ()
     """Routing of each mixture layer, where it is wanted; with gradient."""
 
     log_N: Tensor = NO_RATIO
-    """log(current / old), with gradient; 0 until the loss sets it, before it asks a surrogate."""
+    """Logarithm of the ratio: log(current / old), with gradient; 0 until `policy_loss` sets it, before it
+    asks a surrogate."""
 
     @property
     def rollout_logprobs_N(self) -> Tensor:
@@ -72,7 +73,7 @@ class Tokens:
 
     @property
     def penalised_N(self) -> Tensor | None:
-        """1 for the tokens that the loss penalises; None where it chooses none."""
+        """1 for the tokens that the loss chose to penalise, else 0; None for a loss that chooses none."""
         return self.columns.get("penalised")
 
     @property
@@ -86,12 +87,12 @@ class Tokens:
         return (self.logprobs_N - self.log_N).detach()
 
     def comparable(self) -> "Tokens":
-        """The same as the loss sees them: logprobs of at least `LOGPROB_FLOOR`, and demonstrations as tokens
-        that the current policy sampled, without entropy: what compares policies finds no difference there.
+        """The same, so that all logprobs are finite and policies do not differ at demonstrations:
 
-        A token with -inf has no gradient, for no change of the weights brings it back: it adds finite numbers
-        to the loss and its metrics, and the gradients of the others stay what they are. NaN stays NaN: the
-        model has diverged, and the update is skipped.
+        * Logprobs are at least `LOGPROB_FLOOR`. A token with -inf has no gradient, for no change of the
+          weights brings it back: it adds finite numbers to the loss and its metrics, and the gradients of the
+          others stay what they are. NaN stays NaN: the model has diverged, and the update is skipped.
+        * At demonstrations other policies have the current logprobs, and the entropy is 0.
         """
         floored = replace(self, logprobs_N=self.logprobs_N.clamp(min=LOGPROB_FLOOR))
         is_demonstrated_N = self.is_demonstrated_N
@@ -106,8 +107,8 @@ class Tokens:
         return replace(floored, columns=columns, entropies_N=self.of_sampled(self.entropies_N))
 
     def completed(self, names: Sequence[str]) -> "Tokens":
-        """The same with weights of a teacher, 0 where there is none, and with these columns: those that the
-        pass lacks have the values of demonstrations, which are 0 or make no difference."""
+        """The same with all columns in `names` and with weights of a teacher. Columns that the pass lacks
+        have the values of demonstrations, which are 0 or make no difference; weights that it lacks are 0."""
         weights_N = self.teacher_weights_N
         if weights_N is None:
             weights_N = torch.zeros_like(self.weights_N)
@@ -154,7 +155,9 @@ def token_weight(normalisation: Normalisation, num_trained: int, group_trained: 
     `group_trained`."""
     if normalisation == "sequence" and num_trained:
         return 1.0 / num_trained
-    return 1.0 / group_trained if normalisation == "prompt" and group_trained else 1.0
+    if normalisation == "prompt" and group_trained:
+        return 1.0 / group_trained
+    return 1.0
 
 
 def denominator(
@@ -174,4 +177,5 @@ def denominator(
         return num_groups
     if normalisation == "token":
         return float(num_trained)
+    # `constant`: as if every completion had its full length.
     return float(num_sequences * max_completion_tokens)

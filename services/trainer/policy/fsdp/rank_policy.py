@@ -296,7 +296,7 @@ class RankPolicy(TransformersPolicy):
             nothing = nothing + 0.0 * values_N.sum()
         nothing.backward()
 
-    def _sum_held(self) -> None:
+    def _sum_held_gradients(self) -> None:
         # What each rank holds is not in `.grad` yet, where updates and `zero_grad` look.
         if self._holds_gradients:
             self._reduce_gradients(True)

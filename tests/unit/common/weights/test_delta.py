@@ -79,7 +79,7 @@ def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path):
 )
 def test_records_that_cannot_be_are_refused(tmp_path, info, position):
     writer = DeltaWriter(tmp_path / "a.safetensors")
-    writer._add(info, position, 2, False, bytes(8))
+    writer._add(info, position, 2, bytes(8), is_sparse=False)
     writer.write()
     with pytest.raises(WeightsError):
         read_delta(writer.path)

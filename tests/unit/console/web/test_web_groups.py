@@ -13,7 +13,7 @@ from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, question, score_of
 from tidemill.common.config.section import flatten
-from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Lane, Score, ScoreStatus
 from tidemill.services.console.look.series import smooth
 from tidemill.services.console.look.snapshot import StepPoint
 from tidemill.services.console.text.formats import duration, took, when
@@ -144,6 +144,21 @@ def test_a_token_says_how_likely_and_how_old_it_was_and_whose_it_is() -> None:
     tokens = list(shown_tokens(played, TokenTexts(None), 1, 3, 5))
     assert ["environment" in token.kinds for token in tokens] == [False, True, True, True, False]
     assert "the environment's" in tokens[1].tip and "turn 1 · " in tokens[4].tip
+
+
+def test_a_demonstration_has_no_version_and_its_tokens_no_logprob() -> None:
+    """Those in its trajectory are placeholders."""
+    demonstration = make_trajectory(FIRST_DEMONSTRATION, 0, worker="trainer", spans=((3, 0),))
+    logprobs = np.zeros(demonstration.num_tokens, np.float32)
+    demonstration = demonstration.model_copy(update={"logprobs": logprobs})
+    index = GroupIndex()
+    index.add(Lane.TRAIN, "1-0", demonstration)
+    row = index.get(FIRST_DEMONSTRATION)
+    assert row is not None and (row.min_version, row.max_version) == (-1, -1)
+    tokens = list(shown_tokens(demonstration.segments[0], TokenTexts(None), 5, 0, 9, is_sampled=False))
+    assert {token.begins for token in tokens} == {""}
+    assert {token.kinds for token in tokens} == {"t l0 v0 trained id"}
+    assert tokens[0].tip.endswith("the demonstration's")
 
 
 def test_rewards_are_dots_on_one_scale_and_equal_ones_pile_up() -> None:

@@ -225,7 +225,7 @@ def test_a_comparison_on_a_device_finds_the_same_and_waits_once_a_chunk(share, m
         with Waits() as waits:
             states.append(policy.compare_weights())
     assert states[0] == states[1] and states[0].share_changed == pytest.approx(share, abs=0.01)
-    assert waits.count == len(policies[1]._writer.shadow.parts), "each part is one chunk"
+    assert waits.count == len(policies[1]._writer.shadow.pieces), "each piece is one chunk"
 
 
 @pytest.fixture
