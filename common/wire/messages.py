@@ -441,6 +441,10 @@ class WeightFile(BaseModel):
     checksum: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
+DELTA_ENCODING = "delta-2"
+"""Name, in manifests, of the format of deltas that this release writes and reads (`weights/delta.py`)."""
+
+
 class WeightManifest(Message):
     """A version whose bytes are complete, checked, and ready to load.
 

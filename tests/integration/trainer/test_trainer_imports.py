@@ -47,6 +47,7 @@ OTHER_OPTIONS = (
     "common.run.special_tokens",
     "common.store.objects",
     "common.streams.consumer",
+    "common.weights.delta",
     "common.weights.remote",
 )
 """Other rooms and files: what a run has by a word of its config, or by its state."""
