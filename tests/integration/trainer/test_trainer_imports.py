@@ -33,6 +33,7 @@ OTHER_OPTIONS = (
     "services.trainer.policy.moving",
     "services.trainer.policy.profiling",
     "services.trainer.replay",
+    "services.trainer.weights.best_version",
     "services.trainer.weights.object_publisher",
     "common.config.changes",
     "common.data.arrow_tables",
@@ -47,6 +48,7 @@ OTHER_OPTIONS = (
     "common.run.special_tokens",
     "common.store.objects",
     "common.streams.consumer",
+    "common.streams.references",
     "common.weights.delta",
     "common.weights.remote",
 )
