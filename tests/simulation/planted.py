@@ -169,7 +169,7 @@ PLANTED = (
     Mutant("groups that would become too old are not taken first", f"{BATCH}/batch_assembler.py",
         "tight = next((h for h in horizons if due[h] >= capacity[h]), math.inf)", "tight = math.inf",
         seed=13),
-    Mutant("the last entry of a key wins", "common/history/groups.py",
+    Mutant("the last entry of a key wins", "common/streams/recorded_group.py",
         "        if index in ids or index >= self.group_size:",
         "        is_complete = len(self.trajectories) == len(self.scores) == self.group_size\n"
         "        if index >= self.group_size or (index in ids and is_complete):", seed=27),

@@ -27,9 +27,8 @@ from tidemill.common.streams import (
     read_raw,
     trimmed_below,
 )
-from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.keys import Keys, StreamName
 from tidemill.common.wire.messages import DeadLetter, Score, Ticket, Trajectory
 from tidemill.services.trainer.groups.group import UNKNOWN_VERSION, Group
 

@@ -28,8 +28,7 @@ from tidemill.common.streams import (
     trim_before,
 )
 from tidemill.common.streams.departed import DepartedProcesses
-from tidemill.common.streams.selection import StreamName
-from tidemill.common.wire.keys import ROLLOUT_GROUP
+from tidemill.common.wire.keys import ROLLOUT_GROUP, StreamName
 from tidemill.common.wire.messages import Lane
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler
 from tidemill.services.trainer.durable.archive_requests import ArchiveRequests, claims_in

@@ -39,6 +39,7 @@ OTHER_OPTIONS = (
     "common.data.arrow_tables",
     "common.data.image_columns",
     "common.data.prompt_lengths",
+    "common.history",
     "common.images.pictures",
     "common.process.checks",
     "common.process.run_watch",
@@ -49,6 +50,7 @@ OTHER_OPTIONS = (
     "common.store.objects",
     "common.streams.consumer",
     "common.streams.references",
+    "common.streams.selection",
     "common.weights.delta",
     "common.weights.remote",
 )
