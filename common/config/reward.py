@@ -4,7 +4,7 @@
 all, complete.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,6 @@ from pydantic import Field, StringConstraints, model_validator
 
 from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
 from tidemill.common.config.section import PathText, Rules, Section
-from tidemill.common.config.servers import ServersConfig
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
@@ -223,50 +222,3 @@ def failure_value_warnings(config: RewardConfig) -> Iterator[str]:
             "also where a timeout or an outage hits a right answer. The model learns to avoid what fails. "
             "drop_sample leaves it out, drop_group replaces its group (docs/rewards.md)"
         )
-
-
-def blind_because(reward: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> str:
-    """Why a reward that asks a model would not get the pictures of a prompt; empty where it would."""
-    if reward.teacher:
-        return "teachers get none; take a function, a judge or a reward model"
-    if reward.judge and reward.judge.api == "completions":
-        return "judge.api is completions, which takes text alone; take chat"
-    if reward.model and reward.model.input != "chat":
-        return f"model.input is {reward.model.input}, which has none; take chat"
-    local = servers[reward.servers].local if reward.servers in servers else None
-    if reward.model and local and not local.command and local.engine != "vllm":
-        return (
-            "this project's server of reward models takes text alone; give "
-            f"servers.{reward.servers}.local.engine: vllm, or base_urls"
-        )
-    return ""
-
-
-def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
-    """Checks that the servers which rewards name exist, and suit all rewards that ask them."""
-    for name, reward in config.named.items():
-        wanted = reward.servers or reward.router
-        field = f"{reward.kind}.servers" if reward.servers else "router"
-        if wanted and wanted not in servers:
-            yield (
-                f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
-                f"{', '.join(servers) or 'none'}"
-            )
-        if reward.judge and not servers[wanted].model:
-            yield f"servers.{wanted} needs the name of its model: the judge {name} asks it"
-    for name, server in servers.items():
-        local = server.local
-        asking = config.asking(name)
-        if local is None or local.command:
-            continue
-        kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
-        kind = next(iter(kinds))[0] if kinds else "function"
-        if len(kinds) > 1:
-            yield (
-                f"servers.{name}.local would have to be different servers for "
-                f"{' and '.join(sorted(asking))}: give each a section of its own"
-            )
-        if kind in ("judge", "function") and local.engine == "transformers":
-            yield f"servers.{name}.local.engine: what a {kind} asks is served by vllm"
-        if kind != "model" and local.engine == "auto" and local.shares_rollout_gpus:
-            yield f"servers.{name}.local: shares_rollout_gpus needs engine: transformers"

@@ -2,7 +2,7 @@
 
 import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -115,3 +115,7 @@ def filled_in(settings: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, dict) and isinstance(settings.get(name), dict):
             filled[name] = value | settings[name]
     return filled
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

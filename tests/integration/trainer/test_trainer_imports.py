@@ -36,6 +36,7 @@ OTHER_OPTIONS = (
     "services.trainer.weights.best_version",
     "services.trainer.weights.object_publisher",
     "common.config.changes",
+    "common.config.rules",
     "common.data.arrow_tables",
     "common.data.image_columns",
     "common.data.prompt_lengths",
