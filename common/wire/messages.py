@@ -159,6 +159,12 @@ class Ticket(PromptFields):
         return self
 
 
+CLAIMS_FOLDER = "claims"
+"""Name of the folder of payloads in the run's folder."""
+NAMES_A_CLAIM = b"\xa5claim"
+"""Bytes in the payload of every entry with a claim: others need not be decoded."""
+
+
 class Claim(BaseModel):
     """Address of a payload that is too large for a stream.
 

@@ -79,7 +79,7 @@ PLANTED = (
         '"choices": {name: rows[num_rows.get(name, 0) :] for name, rows in whole.choices.items()}',
         '"choices": dict(whole.choices)', seed=11),
     Mutant("a trainer does not read choices", f"{BATCH}/stream_join.py",
-        "            broker.claims.reads_choices = True\n", "            pass\n"),
+        "        broker.read_choices()\n", ""),
     Mutant("the archive leaves choices out", "common/archive/archiver.py",
         "last_id, until, config.keep_choices)", "last_id, until, False)", seed=28),
     Mutant("choices that the store does not take are left out", "common/store/claims.py",

@@ -48,7 +48,7 @@ OTHER_OPTIONS = (
     "common.process.users_code",
     "common.redis.cluster",
     "common.run.special_tokens",
-    "common.store.objects",
+    "common.store",
     "common.streams.consumer",
     "common.streams.references",
     "common.streams.selection",
