@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers, is_mixture
 from tidemill.common.wire.choices import Routing
@@ -41,6 +40,7 @@ from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.tile import Row, Tile
 
 if TYPE_CHECKING:
+    from tidemill.common.config.images import ImagesConfig
     from tidemill.services.trainer.policy.forward import TokenScorer
 
 
@@ -49,7 +49,7 @@ class PictureSettings:
     """Where pictures of prompts are, and what processes them."""
 
     model_path: str
-    images: ImagesConfig
+    images: "ImagesConfig"
     run_dir: Path
     store_url: str = ""
     """An object store in place of the run's folder."""

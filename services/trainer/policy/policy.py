@@ -25,7 +25,6 @@ from torch import Tensor
 from tidemill.common.process.activity import Activity
 from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
@@ -37,6 +36,7 @@ from tidemill.services.trainer.weights.store import WeightState
 
 if TYPE_CHECKING:
     from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
+    from tidemill.services.trainer.algorithm.coefficients import Coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Policy(Protocol):
         """Divide by the denominator, clip, and take one optimizer step; start to accumulate again. Skipped
         where the gradient norm is not finite, or where the denominator is 0."""
 
-    def coefficients(self) -> Coefficients:
-        """The coefficients that the next micro-batch is trained with."""
+    def coefficients(self) -> "Coefficients":
+        """The coefficients that the next micro-batch is trained with. Called only where some are adaptive."""
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
         """Move the adaptive coefficients at the end of a step, by its KL and entropy (means over tokens)."""

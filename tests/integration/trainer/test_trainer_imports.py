@@ -14,8 +14,10 @@ NOT_PLAIN = {"fsdp", "memory", "simulated_policy"} | {
 }
 """Of the rooms and files of `policy`."""
 OTHER_OPTIONS = (
+    "services.trainer.algorithm.advantages.shaping",
     "services.trainer.algorithm.advantages.teacher",
     "services.trainer.algorithm.advantages.users_advantage",
+    "services.trainer.algorithm.coefficients",
     "services.trainer.algorithm.losses.mini_batch",
     "services.trainer.algorithm.losses.rejection",
     "services.trainer.algorithm.losses.routing",
