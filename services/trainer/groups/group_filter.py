@@ -5,11 +5,12 @@ replaced.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
+from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT
 from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
 from tidemill.common.wire.sampling import FILTER_NAMES
@@ -19,10 +20,12 @@ from tidemill.services.trainer.groups.sample import (
     fill_teacher,
     has_masks,
     mask_of_whole_turns,
-    missing_mask,
     sampled_mask,
     turn_ends,
 )
+
+if TYPE_CHECKING:
+    from tidemill.common.wire.routes import Routing
 
 STALE = "stale"
 ZERO_VARIANCE = "zero_variance"
@@ -170,14 +173,20 @@ class GroupFilter:
             is_claimed = trajectory.claim is not None or trajectory.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
         if self.routing is not None:
+            from tidemill.common.wire.routes import find_routes_fault
+
             routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
             if routes is None:
                 return NO_CHOICES, "the engine recorded no routes, or not of every token"
             problem = find_routes_fault(routes, self.routing)
             if problem:
                 return NO_CHOICES, problem
-        if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
-            return NO_CHOICES, missing
+        if are_masked and not trajectory.is_greedy:
+            from tidemill.services.trainer.groups.choices import missing_mask
+
+            problem = missing_mask(trajectory)
+            if problem:
+                return NO_CHOICES, problem
         if score.value is not None:
             return (MISSING_TEACHER, "") if is_taught and score.teacher_logprobs is None else score.value
         # The run's value for a failed sample does not replace a teacher's logprobs.

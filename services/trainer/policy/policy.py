@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tidemill.common.process.activity import Activity
-from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout
@@ -36,6 +35,7 @@ from tidemill.services.trainer.weights.store import WeightState
 
 if TYPE_CHECKING:
     from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
+    from tidemill.common.wire.routes import Routing
     from tidemill.services.trainer.algorithm.coefficients import Coefficients
 
 
@@ -66,7 +66,7 @@ class Policy(Protocol):
         """Most tokens of a bin, and bins of a micro-batch; also where `auto` chose them."""
 
     @property
-    def routing(self) -> Routing | None:
+    def routing(self) -> "Routing | None":
         """The routers that are given the experts which the engine chose, so that samples need their routes;
         None where nothing is replayed."""
 

@@ -26,7 +26,6 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.choices import Routing
 from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.groups.columns import SampleColumns
@@ -67,6 +66,7 @@ from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
 if TYPE_CHECKING:
+    from tidemill.common.wire.routes import Routing
     from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
     from tidemill.services.trainer.policy.profiling import CallProfiler
 
@@ -221,7 +221,7 @@ class TransformersPolicy(ExportsWeights):
         return next((option.processor for option in self.options if option.processor), "")
 
     @property
-    def routing(self) -> Routing | None:
+    def routing(self) -> "Routing | None":
         for option in self.options:
             if option.routing is not None:
                 return option.routing

@@ -30,8 +30,10 @@ OTHER_OPTIONS = (
     "services.trainer.batch.row_pictures",
     "services.trainer.durable.retraining",
     "services.trainer.evaluation",
+    "services.trainer.groups.choices",
     "services.trainer.groups.pictures",
     "services.trainer.metrics.trackers",
+    "services.trainer.policy.kept_ids",
     "services.trainer.policy.moving",
     "services.trainer.policy.profiling",
     "services.trainer.replay",
@@ -56,6 +58,7 @@ OTHER_OPTIONS = (
     "common.streams.selection",
     "common.weights.delta",
     "common.weights.remote",
+    "common.wire.routes",
 )
 """Other rooms and files: what a run has by a word of its config, or by its state."""
 ALGORITHMS = {"dr_grpo", "grpo", "ppo"}
