@@ -32,6 +32,7 @@ OTHER_OPTIONS = (
     "services.trainer.evaluation",
     "services.trainer.groups.choices",
     "services.trainer.groups.pictures",
+    "services.trainer.metrics.option_metrics",
     "services.trainer.metrics.trackers",
     "services.trainer.policy.kept_ids",
     "services.trainer.policy.moving",
