@@ -40,6 +40,7 @@ OTHER_OPTIONS = (
     "services.trainer.replay",
     "services.trainer.weights.best_version",
     "services.trainer.weights.object_publisher",
+    "services.trainer.weights.pretrained",
     "common.config.changes",
     "common.config.rules",
     "common.data.arrow_tables",
