@@ -6,12 +6,24 @@ all, complete.
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
-from tidemill.common.config.section import PathText, Rules, Section
+from tidemill.common.config.section import PathText, Rules, Section, later
+
+if TYPE_CHECKING:
+    from tidemill.common.config.reward_kinds import (
+        JudgeConfig,
+        RewardModelConfig,
+        SandboxConfig,
+        TeacherConfig,
+    )
+else:
+    JudgeConfig = later("reward_kinds:JudgeConfig")
+    RewardModelConfig = later("reward_kinds:RewardModelConfig")
+    SandboxConfig = later("reward_kinds:SandboxConfig")
+    TeacherConfig = later("reward_kinds:TeacherConfig")
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 

@@ -3,18 +3,23 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import PathText, Rules, Section, listed
-from tidemill.common.config.servers import ServersConfig
+from tidemill.common.config.section import PathText, Rules, Section, later, listed
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
+
+if TYPE_CHECKING:
+    from tidemill.common.config.images import ImagesConfig
+    from tidemill.common.config.servers import ServersConfig
+else:
+    ImagesConfig = later("images:ImagesConfig")
+    ServersConfig = later("servers:ServersConfig")
 
 
 def is_path(model: str) -> bool:

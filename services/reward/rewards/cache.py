@@ -17,7 +17,8 @@ from typing import Any
 
 import msgpack
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
