@@ -1,9 +1,7 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from tidemill.common.config.algorithm import AlgorithmConfig as AlgorithmConfig
-from tidemill.common.config.data import CurriculumConfig as CurriculumConfig
 from tidemill.common.config.data import DataConfig as DataConfig
-from tidemill.common.config.data import SourceConfig as SourceConfig
 from tidemill.common.config.loading import load_config as load_config
 from tidemill.common.config.loading import load_recorded as load_recorded
 from tidemill.common.config.loading import override_config as override_config

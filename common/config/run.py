@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.data import DataConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section, later, listed
@@ -17,6 +17,7 @@ from tidemill.common.config.weights import WeightsConfig
 if TYPE_CHECKING:
     from tidemill.common.config.images import ImagesConfig
     from tidemill.common.config.servers import ServersConfig
+    from tidemill.common.config.sources import SourceConfig
 else:
     ImagesConfig = later("images:ImagesConfig")
     ServersConfig = later("servers:ServersConfig")
@@ -185,7 +186,7 @@ class RunConfig(Section):
     def largest_group_size(self) -> int:
         return max(self._group_sizes().values(), default=1)
 
-    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
+    def sampling_of(self, source: "SourceConfig") -> SamplingConfig:
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:

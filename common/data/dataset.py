@@ -24,7 +24,8 @@ from tidemill.common.images.no_pictures import NO_SECTION, NOT_IMITATED, check_n
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
-    from tidemill.common.config.data import DataConfig, SourceConfig
+    from tidemill.common.config.data import DataConfig
+    from tidemill.common.config.sources import SourceConfig
     from tidemill.common.data.image_columns import PictureColumns
     from tidemill.common.images.sources import ImageSource
 

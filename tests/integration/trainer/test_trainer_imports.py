@@ -46,6 +46,7 @@ OTHER_OPTIONS = (
     "common.config.reward_kinds",
     "common.config.rules",
     "common.config.servers",
+    "common.config.sources",
     "common.data.arrow_tables",
     "common.data.image_columns",
     "common.data.prompt_lengths",
