@@ -62,6 +62,7 @@ OTHER_OPTIONS = (
     "common.process.shortage",
     "common.process.users_code",
     "common.redis.cluster",
+    "common.redis.several_hosts",
     "common.run.special_tokens",
     "common.store",
     "common.streams.consumer",
