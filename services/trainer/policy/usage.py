@@ -2,16 +2,14 @@
 changes a bit of what is computed."""
 
 import resource
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.policy.attention import head_size, value_size
-from tidemill.services.trainer.policy.layers import layers_of, tower_of
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 
 PEAK_FLOPS = {
@@ -74,42 +72,13 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     )
     heads = int(getattr(text, "num_attention_heads", None) or 0)
     pair = 6.0 * heads * (head_size(text) + value_size(text)) * num_attending(text) if heads else 0.0
-    return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair, *_tower_flops(model))
+    of_text = ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair)
+    if getattr(model.config, "vision_config", None) is None:
+        return of_text
+    from tidemill.services.trainer.policy.tower_flops import count_tower_flops
 
-
-def _tower_flops(model: PreTrainedModel) -> tuple[float, float]:
-    """`picture_token` and `picture_pair`; zeros for a model without a tower of patches."""
-    vision: Any = getattr(model.config, "vision_config", None)
-    tower = tower_of(model)
-    if not tower or not hasattr(vision, "patch_size"):
-        return 0.0, 0.0
-    # Patches that a token of the text stands for: of Qwen a square of them, of LLaVA one.
-    num_patches = int(getattr(vision, "spatial_merge_size", 1)) ** 2
-    of_text = set(model.get_decoder().modules())
-    blocks = [block for block in layers_of(model) if block not in of_text]
-    of_blocks = {id(module) for block in blocks for module in block.modules()}
-    token = 0.0
-    for section in tower:
-        for module in section.modules():
-            # A row of an embedding is added, and multiplied by nothing.
-            if isinstance(module, nn.Embedding):
-                continue
-            takes_patches = id(module) in of_blocks or isinstance(module, nn.Conv2d | nn.Conv3d)
-            for weight in module.parameters(recurse=False):
-                if weight.ndim >= 2:
-                    flops = (6.0 if weight.requires_grad else 2.0) * weight.numel()
-                    token += flops * (num_patches if takes_patches else 1)
-    is_trained = any(weight.requires_grad for section in tower for weight in section.parameters())
-    # Scores of a patch with another one, and its value: 2 products, backward 4 more.
-    patch_pair = (12.0 if is_trained else 4.0) * int(vision.hidden_size)
-    num_layers = int(getattr(vision, "depth", None) or vision.num_hidden_layers)
-    # In these layers a patch attends to all of its picture, in the others to those of its window.
-    full_layers = getattr(vision, "fullatt_block_indexes", None)
-    num_full = num_layers if full_layers is None else len(full_layers)
-    if num_full < num_layers:
-        window = (int(vision.window_size) // int(vision.patch_size)) ** 2
-        token += (num_layers - num_full) * patch_pair * window * num_patches
-    return token, num_full * patch_pair * num_patches**2
+    picture_token, picture_pair = count_tower_flops(model)
+    return replace(of_text, picture_token=picture_token, picture_pair=picture_pair)
 
 
 WITHOUT_PAIRS = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp")

@@ -38,6 +38,7 @@ OTHER_OPTIONS = (
     "services.trainer.policy.kept_ids",
     "services.trainer.policy.moving",
     "services.trainer.policy.profiling",
+    "services.trainer.policy.tower_flops",
     "services.trainer.replay",
     "services.trainer.weights.best_version",
     "services.trainer.weights.object_publisher",
