@@ -43,6 +43,7 @@ OTHER_OPTIONS = (
     "services.trainer.weights.best_version",
     "services.trainer.weights.object_publisher",
     "services.trainer.weights.pretrained",
+    "common.config.algorithms.moved",
     "common.config.changes",
     "common.config.images",
     "common.config.reward_kinds",
