@@ -32,7 +32,8 @@ from tidemill.common.wire.messages import ChoiceRows, SamplingParams
 from tidemill.services.rollout.engines.decoding import DecodingRow, RouteRecorder, decode_batch
 from tidemill.services.rollout.engines.engine import GenerationRequest, StopTexts
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.sample import Sample, make_routes, without_choices
+from tidemill.services.trainer.groups.choices import make_routes, without_choices
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 GROUPS = 4

@@ -2,7 +2,8 @@
 
 A process imports the service, its policy and what these need, as a trainer does whose config names nothing
 but a model, text and a reward: no adapters, critic, reference, routers, compiler or ranks, no evaluation, and
-the default algorithm. The files of `common/` and `services/` that it then holds are counted, with their
+the default algorithm, for a float32 model on a CPU (elsewhere come deltas of weights, and how weights are
+read to their device). The files of `common/` and `services/` that it then holds are counted, with their
 lines. `--list` names them.
 """
 

@@ -45,14 +45,14 @@ from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, aside_file, clear_aside, file_checksum, locked, publish_file
 from tidemill.common.redis.broker import Broker
-from tidemill.common.store import NAMES_A_CLAIM, ClaimStore
+from tidemill.common.store import ClaimStore
 from tidemill.common.streams import has_claim, read_raw
 from tidemill.common.streams.entries import START, Entry, decoded, id_after, id_order
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Claim, Message, Trajectory
+from tidemill.common.wire.messages import NAMES_A_CLAIM, Claim, Message, Trajectory
 
 log = structlog.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from tidemill.common.streams.selection import Selection, StreamName
 from tidemill.common.wire.messages import Score, Trajectory, TrajectoryKey, fault_of
 
 if TYPE_CHECKING:
-    from tidemill.common.config.data import SourceConfig
+    from tidemill.common.config.sources import SourceConfig
 
 M = TypeVar("M", Score, Trajectory)
 

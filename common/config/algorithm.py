@@ -27,12 +27,6 @@ from tidemill.common.config.algorithm_sections import (
 )
 from tidemill.common.config.algorithms.advantage import AdvantageTraits
 from tidemill.common.config.algorithms.loss import LossTraits
-from tidemill.common.config.algorithms.moved import (
-    ADVANTAGES_MOVED,
-    PRESETS_MOVED,
-    advantage_error,
-    preset_error,
-)
 from tidemill.common.config.algorithms.table import (
     ADVANTAGES,
     CORRECTIONS,
@@ -55,15 +49,21 @@ def is_users_own(name: str) -> bool:
     return bool(re.match(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$", name))
 
 
-def _known(names: Collection[str], moved: Collection[str] = ()) -> AfterValidator:
-    """Validator of a field that holds one of `names`, or names a function of the user's own. Names in `moved`
-    were built in before: the error says which example has them."""
+def is_known_advantage(name: str) -> bool:
+    """Whether it is built in, or names a function of the user's own."""
+    return name in ADVANTAGES or is_users_own(name)
+
+
+def _known(names: Collection[str]) -> AfterValidator:
+    """Validator of a field that holds one of `names`, or names a function of the user's own."""
 
     def check(name: str) -> str:
         if name in names or is_users_own(name):
             return name
-        if name in moved:
-            raise ValueError(advantage_error(name))
+        if names is ADVANTAGES:
+            from tidemill.common.config.algorithms.moved import check_not_moved
+
+            check_not_moved(name)
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"take one of {', '.join(names)}, or path.py:name"
         raise ValueError(f"no such algorithm {name!r}; {hint}")
@@ -77,7 +77,7 @@ class CoreAlgorithmConfig(Section):
 
     preset: Preset | None = None
     """Defaults of a published algorithm; fields given beside it win."""
-    advantage: Annotated[PathText, _known(ADVANTAGES, ADVANTAGES_MOVED)] = "grpo"
+    advantage: Annotated[PathText, _known(ADVANTAGES)] = "grpo"
     """The advantage: a built-in name, or `path.py:name`."""
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
     """Objective of each token: a built-in name, or `path.py:name`."""
@@ -132,8 +132,11 @@ class CoreAlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict) and str(values.get("preset")) in PRESETS_MOVED:
-            raise ValueError(preset_error(str(values["preset"])))
+        preset = values.get("preset") if isinstance(values, dict) else None
+        if isinstance(preset, str) and preset not in PRESETS:
+            from tidemill.common.config.algorithms.moved import check_preset_not_moved
+
+            check_preset_not_moved(preset)
         # The correction first: its fields win over those of the preset.
         for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
             values = (

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tidemill.common.config.algorithms.moved import with_examples
+from tidemill.common.config.algorithm import is_known_advantage
+from tidemill.common.config.algorithms.table import PRESETS
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import number_of
 from tidemill.common.errors import ConfigError
@@ -64,7 +65,23 @@ def load_recorded(path: Path) -> RunConfig:
 def parse_recorded(tree: dict[str, Any], origin: str) -> RunConfig:
     """As `parse_config`, for a config that a run has recorded, perhaps under an earlier release: names that
     were built in there, and are examples now, are no error."""
-    return parse_config(with_examples(tree), origin)
+    if _names_moved_algorithms(tree):
+        from tidemill.common.config.algorithms.moved import with_examples
+
+        tree = with_examples(tree)
+    return parse_config(tree, origin)
+
+
+def _names_moved_algorithms(tree: dict[str, Any]) -> bool:
+    """Whether the algorithm has a name that this release does not know."""
+    trainer = tree.get("trainer")
+    algorithm = trainer.get("algorithm") if isinstance(trainer, dict) else None
+    if not isinstance(algorithm, dict):
+        return False
+    preset = algorithm.get("preset")
+    advantage = algorithm.get("advantage")
+    has_other_preset = isinstance(preset, str) and preset not in PRESETS
+    return has_other_preset or (isinstance(advantage, str) and not is_known_advantage(advantage))
 
 
 def _read_tree(path: Path) -> dict[str, Any]:

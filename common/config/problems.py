@@ -14,7 +14,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import Section, read_later
 
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 """Parts of pydantic's path that name no field: `float`, `constrained-int` and `list[str]` say which type of a
@@ -218,6 +218,7 @@ def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
 
 def _section_in(annotation: Any) -> Any:
     """The section that a field holds, by itself or by names; None where it holds none."""
+    annotation = read_later(annotation)
     if hasattr(annotation, "model_fields"):
         return annotation
     for inner in get_args(annotation):

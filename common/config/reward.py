@@ -4,15 +4,26 @@
 all, complete.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import combinations
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig, TeacherConfig
-from tidemill.common.config.section import PathText, Rules, Section
-from tidemill.common.config.servers import ServersConfig
+from tidemill.common.config.section import PathText, Rules, Section, later
+
+if TYPE_CHECKING:
+    from tidemill.common.config.reward_kinds import (
+        JudgeConfig,
+        RewardModelConfig,
+        SandboxConfig,
+        TeacherConfig,
+    )
+else:
+    JudgeConfig = later("reward_kinds:JudgeConfig")
+    RewardModelConfig = later("reward_kinds:RewardModelConfig")
+    SandboxConfig = later("reward_kinds:SandboxConfig")
+    TeacherConfig = later("reward_kinds:TeacherConfig")
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
@@ -226,53 +237,3 @@ def failure_value_warnings(config: RewardConfig) -> Iterator[str]:
             "also where a timeout or an outage hits a right answer. The model learns to avoid what fails. "
             "drop_sample leaves it out, drop_group replaces its group (docs/rewards.md)"
         )
-
-
-def blind_because(reward: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> str:
-    """Why a reward that asks a model would not get the pictures of a prompt; empty where it would."""
-    if reward.teacher:
-        return "teachers get none; take a function, a judge or a reward model"
-    if reward.judge and reward.judge.api == "completions":
-        return "judge.api is completions, which takes text alone; take chat"
-    if reward.model and reward.model.input != "chat":
-        return f"model.input is {reward.model.input}, which has none; take chat"
-    local = servers[reward.servers].local if reward.servers in servers else None
-    if reward.model and local and not local.command and local.engine != "vllm":
-        return (
-            "this project's server of reward models takes text alone; give "
-            f"servers.{reward.servers}.local.engine: vllm, or base_urls"
-        )
-    return ""
-
-
-def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
-    """Checks that the servers which rewards name exist, and suit all rewards that ask them."""
-    # Only the first problem is asked for: what stands below one may rely on what it checks.
-    for name, reward in config.named.items():
-        wanted = reward.servers or reward.router
-        field = f"{reward.kind}.servers" if reward.servers else "router"
-        if wanted and wanted not in servers:
-            yield (
-                f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
-                f"{', '.join(servers) or 'none'}"
-            )
-        if reward.judge and not servers[wanted].model:
-            yield f"servers.{wanted} needs the name of its model: the judge {name} asks it"
-    for name, server in servers.items():
-        local = server.local
-        asking = config.asking(name)
-        if local is None or local.command:
-            continue
-        # Servers that no reward names are asked by functions, through a router.
-        kinds = {reward.kind for reward in asking.values()} or {"function"}
-        heads = {reward.model.head for reward in asking.values() if reward.model}
-        kind = next(iter(kinds))
-        if len(kinds) > 1 or len(heads) > 1:
-            yield (
-                f"servers.{name}.local would have to be different servers for "
-                f"{' and '.join(sorted(asking))}: give each a section of its own"
-            )
-        if kind in ("judge", "function") and local.engine == "transformers":
-            yield f"servers.{name}.local.engine: what a {kind} asks is served by vllm"
-        if kind != "model" and local.engine == "auto" and local.shares_rollout_gpus:
-            yield f"servers.{name}.local: shares_rollout_gpus needs engine: transformers"

@@ -1,21 +1,26 @@
 """One YAML file per run: its sections, and the checks that span them."""
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.environment import OPENENV
-from tidemill.common.config.images import ImagesConfig
-from tidemill.common.config.reward import RewardConfig, blind_because, failure_value_warnings, server_rules
+from tidemill.common.config.data import DataConfig
+from tidemill.common.config.reward import RewardConfig, failure_value_warnings
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
-from tidemill.common.config.section import PathText, Rules, Section
-from tidemill.common.config.servers import ServersConfig
+from tidemill.common.config.section import PathText, Rules, Section, later, listed
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
-from tidemill.common.wire.sampling import FILTER_NAMES
+
+if TYPE_CHECKING:
+    from tidemill.common.config.images import ImagesConfig
+    from tidemill.common.config.servers import ServersConfig
+    from tidemill.common.config.sources import SourceConfig
+else:
+    ImagesConfig = later("images:ImagesConfig")
+    ServersConfig = later("servers:ServersConfig")
 
 
 def is_path(model: str) -> bool:
@@ -111,10 +116,6 @@ class ExpectConfig(Section):
     """Least gain from the first to the last evaluation."""
 
 
-FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
-"""Beginning of the reason why an option is refused that compares with rollout logprobs."""
-SEEING_PROMPTS = ("judge", "model")
-"""Kinds of rewards that get the pictures of a prompt, and none that a session shows later."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -141,51 +142,9 @@ class RunConfig(Section):
     def rules(self) -> Rules:
         yield from self._size_rules()
         yield from self._group_rules()
-        yield from self._source_rules()
-        yield from self._demonstration_rules()
-        yield from self._environment_rules()
-        yield from self._comparison_rules()
-        yield from self._teacher_rules()
-        yield from self._filter_rules()
-        yield from self._picture_rules()
-        yield from server_rules(self.reward, self.servers)
-
-    def _picture_rules(self) -> Rules:
-        trainer = self.trainer
-        if self.images is None:
-            if trainer.train_tower:
-                yield (
-                    "trainer.train_tower needs the section images: without pictures a tower has no gradient; "
-                    "add `images: {}`, or leave it out"
-                )
-            return
-        environment = self.rollout.environment
-        if environment.use.startswith(OPENENV):
-            yield (
-                f"images: rollout.environment.use is {environment.use}, and the observations of OpenEnv's "
-                "servers are read as text: a picture in one would not be seen. Write a class that asks the "
-                "server, or leave out `images`"
-            )
-        if not environment.is_single_turn and not self.rollout.engine_traits.loads_model:
-            yield (
-                "images: tokens of pictures that a session shows are counted by the model's processor, and "
-                f"rollout.engine {self.rollout.engine} loads no model; take transformers or vllm"
-            )
-        for name, reward in self.reward.named.items():
-            problem = blind_because(reward, self.servers)
-            if problem:
-                yield f"images: reward.rewards.{name} would score without the pictures: {problem}"
-            elif not environment.is_single_turn and reward.kind in SEEING_PROMPTS:
-                yield (
-                    f"images: reward.rewards.{name} would score sessions without the pictures of later "
-                    "turns, as judges and reward models get those of the prompt alone. Take a function, or "
-                    "the environment's own reward"
-                )
-        if self.data.chat_template == "never":
-            yield (
-                "images: the places of pictures are written by the chat template, and data.chat_template is "
-                "never; take auto"
-            )
+        for rules in SPANNING_RULES:
+            if rules.applies(self):
+                yield from rules.of(self)
 
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":
@@ -227,7 +186,7 @@ class RunConfig(Section):
     def largest_group_size(self) -> int:
         return max(self._group_sizes().values(), default=1)
 
-    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
+    def sampling_of(self, source: "SourceConfig") -> SamplingConfig:
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:
@@ -296,7 +255,7 @@ class RunConfig(Section):
         if dataset and dataset not in self.data.eval:
             yield (
                 f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
-                f"{_list(self.data.eval)}"
+                f"{listed(self.data.eval)}"
             )
 
     def _group_rules(self) -> Rules:
@@ -323,158 +282,9 @@ class RunConfig(Section):
                         "no set of that many completions"
                     )
 
-    def _source_rules(self) -> Rules:
-        sources = self.data.prompt_sources
-        limit = self.rollout.sampling.max_tokens
-        names = {source.name for source in sources}
-        sets = self.data.eval
-        scorable = {*names, *sets}
-        if self.data.sources and self.trainer.epochs is not None:
-            yield (
-                "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` "
-                "of their own; give trainer.steps in its place"
-            )
-        for source in sources:
-            whose = f"source {source.name!r}"
-            try:
-                max_tokens = self.sampling_of(source).max_tokens
-            except ValidationError as error:
-                (field,) = error.errors()[0]["loc"]
-                reason = error.errors()[0]["msg"]
-                raise ValueError(f"sampling.{field} of {whose}: {reason}") from None
-            if max_tokens > limit:
-                yield (
-                    f"sampling.max_tokens of {whose} ({max_tokens}) exceeds rollout.sampling.max_tokens "
-                    f"({limit}), which is the run's limit; raise that one, or lower this one"
-                )
-            if max_tokens != limit and self.trainer.algorithm.overlong.penalty:
-                yield (
-                    f"{whose} has sampling.max_tokens of its own, and trainer.algorithm.overlong punishes "
-                    "what comes near rollout.sampling.max_tokens: choose one"
-                )
-            if source.environment and self.rollout.environment.is_single_turn:
-                yield (
-                    f"{whose} names an environment, and rollout.environment.use is single_turn; name there "
-                    "what offers several, or leave it out"
-                )
-        for name, reward in self.reward.rewards.items():
-            unknown = sorted({*reward.sources} - scorable)
-            if reward.sources and not names:
-                yield (
-                    f"reward.rewards.{name} has sources, and data.train lists none: list them, or choose by "
-                    "`applies_to`"
-                )
-            if unknown:
-                yield (
-                    f"reward.rewards.{name}.sources names {_list(unknown)}; data.train has the sources "
-                    f"{_list(sorted(names))}, and data.eval has {_list(sets)}"
-                )
-        for kind, lane, declared in (("source", "train", names), ("evaluation set", "eval", sets)):
-            scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
-            for name in sorted(declared):
-                is_scored = any(not reward.sources or name in reward.sources for reward in scoring)
-                if not is_scored:
-                    yield f"no reward scores {kind} {name!r}: add it to `sources` of one"
-
-    def _demonstration_rules(self) -> Rules:
-        """Checks that settings fit demonstrations, of which each step has a fixed share."""
-        if not self.data.demonstrations:
-            return
-        trainer = self.trainer
-        temperature = self.rollout.sampling.temperature
-        whose = f"the demonstrations of source {self.data.demonstrations[0].name!r}"
-        if trainer.batch_order != "in_order":
-            yield (
-                f"trainer.batch_order: {trainer.batch_order} takes what is there first, and a step has an "
-                f"exact share of {whose}; take in_order"
-            )
-        if temperature != 1.0:
-            yield (
-                f"rollout.sampling.temperature is {temperature:g}, and {whose} are imitated at temperature "
-                "1; sample at temperature 1"
-            )
-        if trainer.algorithm.needs_values:
-            yield (
-                f"trainer.algorithm.advantage: {trainer.algorithm.advantage} learns values of rewards, and "
-                f"{whose} have none; take another advantage"
-            )
-
-    def _environment_rules(self) -> Rules:
-        environment = self.rollout.environment
-        algorithm = self.trainer.algorithm
-        environment_rewards = [name for name, reward in self.reward.named.items() if reward.environment]
-        if environment_rewards and environment.is_single_turn:
-            yield (
-                f"reward.rewards.{_list(environment_rewards)} is the environment's own reward, "
-                "and rollout.environment.use is single_turn, which gives none: name an environment there, or "
-                "take another reward"
-            )
-        if (
-            environment_rewards
-            and algorithm.loss_traits.level == "sequence"
-            and algorithm.advantage_traits.has_discount
-        ):
-            yield (
-                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
-                f"{algorithm.advantage} places the environment's rewards of single turns "
-                f"(reward.rewards.{_list(environment_rewards)}) on their tokens. Take loss ppo, or another "
-                "advantage"
-            )
-        if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
-            yield (
-                "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
-                "there is none: set rollout.environment.max_tokens, or leave the punishment out"
-            )
-
-    def _comparison_rules(self) -> Rules:
-        """Checks for an advantage that compares each reward by itself."""
-        if not self.trainer.algorithm.advantage_traits.compares_rewards:
-            return
-        rewards = self.reward.rewards
-        advantage = f"trainer.algorithm.advantage: {self.trainer.algorithm.advantage}"
-        num_rewards = sum("train" in reward.lanes for reward in rewards.values())
-        of_sources = [name for name, reward in rewards.items() if reward.sources]
-        if num_rewards < 2:
-            yield (
-                f"{advantage} normalises each reward by itself before they are added up, and reward.rewards "
-                f"has {num_rewards} for training; name several there, or take grpo_batch"
-            )
-        if of_sources:
-            yield (
-                f"reward.rewards.{_list(of_sources)} scores some sources only, and {advantage} adds up every "
-                "reward of every group; take grpo_batch, or let all rewards score all sources"
-            )
-        if self.reward.group:
-            yield (
-                f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and {advantage} "
-                "looks at each reward by itself and would not see it; leave one of them out"
-            )
-
-    def _teacher_rules(self) -> Rules:
-        teachers = self.reward.teachers
-        algorithm = self.trainer.algorithm
-        temperature = self.rollout.sampling.temperature
-        is_reward = algorithm.teacher.place == "reward"
-        whose = f"the teacher reward.rewards.{_list(teachers)}"
-        if teachers and temperature != 1.0:
-            yield (
-                f"rollout.sampling.temperature is {temperature:g}, and the logprobs of {whose} are those of "
-                "temperature 1: sample at temperature 1"
-            )
-        if teachers and is_reward and self._is_sampling_filtered():
-            yield (
-                f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from "
-                f"{whose} for KL; sample unfiltered, or take place: loss"
-            )
-        has_weight = any(teacher.weight for teacher in teachers.values())
-        if has_weight and is_reward and algorithm.loss_traits.level == "sequence":
-            yield (
-                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and {whose} "
-                "gives one for each token. Take loss ppo or reinforce, or trainer.algorithm.teacher.place: "
-                "loss"
-            )
-
-    def _is_sampling_filtered(self) -> bool:
+    @property
+    def is_sampling_filtered(self) -> bool:
+        """Whether sampling leaves ids out, in some source at least."""
         of_sources = [self.sampling_of(source) for source in self.data.sources]
         return any(sampling.is_filtered for sampling in (self.rollout.sampling, *of_sources))
 
@@ -489,44 +299,44 @@ class RunConfig(Section):
             if self.rollout.sampling_masks and of_source.is_filtered
         )
 
-    def _filter_rules(self) -> Rules:
-        """Refuses options that would take the effect of filtered sampling for a change of the policy."""
-        if not self._is_sampling_filtered():
-            return
-        algorithm = self.trainer.algorithm
-        if algorithm.kl.place == "reward":
-            yield (
-                f"{FILTERED}, and trainer.algorithm.kl.place: reward would take their distance from the "
-                "reference for KL; put the penalty into the loss"
-            )
-        if self.rollout.sampling_masks:
-            return
-        rejecting = algorithm.rejection.of_sequences
-        level = algorithm.importance.level
-        mode = algorithm.importance_mode
-        # Whether one weight is made of all tokens of a sequence, so that their gaps add up.
-        is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
-        for is_wrong, field, effect in (
-            (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",
-             "would clip the ratio of tokens that have not moved; take recompute"),
-            (algorithm.rollout_penalty, "rollout_penalty", "would pull the policy towards it; leave it out"),
-            (algorithm.off_policy_threshold is not None, "off_policy_threshold",
-             "would count it as a distance; sample unfiltered, or leave it out"),
-            (rejecting, f"rejection.bounds.{_list(rejecting)}",
-             "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
-            (mode != "off" and is_of_sequences, f"importance.level: {level}",
-             "would multiply the gaps of all tokens of a sequence, until next to nothing is left of its "
-             "weight; sample unfiltered, or take level token"),
-        ):  # fmt: skip
-            if is_wrong:
-                yield f"{FILTERED}, and trainer.algorithm.{field} {effect}"
-        if mode == "off":
-            yield (
-                f"{FILTERED}, and nothing corrects for it: set rollout.sampling_masks: true, with which "
-                "training is exact, or, where the engine records none, trainer.algorithm.importance.mode: "
-                "truncate"
-            )
+
+class SpanningRules(NamedTuple):
+    """Checks that span sections, for what a run may have: `find_problems` in `rules/<file>.py`, which is read
+    where `applies`.
+
+    Example: `teachers` applies where a reward of training is a teacher.
+    """
+
+    file: str
+    applies: Callable[[RunConfig], bool]
+
+    def of(self, run: RunConfig) -> Rules:
+        rules: Rules = importlib.import_module(f"tidemill.common.config.rules.{self.file}").find_problems(run)
+        return rules
 
 
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
+def _chooses_by_source(run: RunConfig) -> bool:
+    return bool(run.data.sources) or any(reward.sources for reward in run.reward.rewards.values())
+
+
+def _has_environment(run: RunConfig) -> bool:
+    rewards = run.reward.named.values()
+    return not run.rollout.environment.is_single_turn or any(reward.environment for reward in rewards)
+
+
+def _has_servers(run: RunConfig) -> bool:
+    rewards = run.reward.named.values()
+    return bool(run.servers) or any(reward.servers or reward.router for reward in rewards)
+
+
+SPANNING_RULES = (
+    SpanningRules("sources", _chooses_by_source),
+    SpanningRules("demonstrations", lambda run: bool(run.data.demonstrations)),
+    SpanningRules("environments", _has_environment),
+    SpanningRules("comparison", lambda run: run.trainer.algorithm.advantage_traits.compares_rewards),
+    SpanningRules("teachers", lambda run: bool(run.reward.teachers)),
+    SpanningRules("filters", lambda run: run.is_sampling_filtered),
+    SpanningRules("pictures", lambda run: run.images is not None or run.trainer.train_tower),
+    SpanningRules("servers", _has_servers),
+)
+"""In the order in which the first problem is shown."""

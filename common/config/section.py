@@ -1,14 +1,17 @@
 """The base of every configuration section: frozen, closed, documented; and what sections share."""
 
 import glob
+import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import with_info_plain_validator_function
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""
@@ -33,6 +36,42 @@ class Section(BaseModel):
         if reason:
             raise ValueError(reason)
         return self
+
+
+class LaterSection:
+    """In an annotation: a section that few runs have. Its class is imported where a config has it, and then
+    checks it as if it stood here itself.
+
+    Example: `LaterSection("images:ImagesConfig")`: the class `ImagesConfig` in `images.py` beside this file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self) -> type[Section]:
+        file, _, name = self.path.partition(":")
+        section: type[Section] = getattr(importlib.import_module(f"{__package__}.{file}"), name)
+        return section
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return with_info_plain_validator_function(self._checked)
+
+    def _checked(self, value: Any, info: ValidationInfo) -> Section:
+        # With the context: paths are relative to the config's folder.
+        return self.read().model_validate(value, context=info.context)
+
+
+def later(path: str) -> Any:
+    """The annotation of such a section; for type checkers, the class itself is imported beside it."""
+    return Annotated[Any, LaterSection(path)]
+
+
+def read_later(annotation: Any) -> Any:
+    """The class of a section that is imported where a config has it; any other annotation as it is."""
+    for item in get_args(annotation):
+        if isinstance(item, LaterSection):
+            return item.read()
+    return annotation
 
 
 def resolved(value: str, info: ValidationInfo) -> str:
@@ -115,3 +154,7 @@ def filled_in(settings: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, dict) and isinstance(settings.get(name), dict):
             filled[name] = value | settings[name]
     return filled
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,4 +1,5 @@
-"""Reads rows from files, datasets of the Hugging Face hub, and Python code; tables by `arrow_tables.py`.
+"""Reads rows from files, datasets of the Hugging Face hub (`arrow_tables.py`), and Python code
+(`users_rows.py`); Parquet by `arrow_tables.py`, CSV by `text_tables.py`.
 
 Each row comes with its origin (such as file and line), for messages. JSONL, datasets of the hub
 (`hub:OWNER/NAME`, optionally with `/CONFIG` and `@SPLIT`, split `train` otherwise) and folders of
@@ -7,21 +8,16 @@ for each line of a JSONL file. `my_env.py:MyEnv.rows` names a list of rows, or a
 so that an environment may own its data.
 """
 
-import csv
 import glob
 import json
 import os
 import re
-import runpy
-import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from tidemill.common.data.row_file import Located, RowFile, check_column_names, in_words, parse_json
+from tidemill.common.data.row_file import Located, RowFile, in_words, parse_json
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
 
@@ -111,14 +107,18 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
 
         return open_hub_dataset(path) if path.startswith(HUB) else open_saved(path, *split_of(path))
     if _USERS_ROWS.search(path):
-        rows = _read_users_rows(path)
+        from tidemill.common.data.users_rows import read_users_rows
+
+        rows = read_users_rows(path)
     else:
         file = Path(path)
         suffix = _suffix_of(file)
         if suffix in JSONL and not (suffix == ".json" and _is_document(file)):
             return JsonlFile(file)
         if suffix in TABLES:
-            rows = _read_table(file)
+            from tidemill.common.data.text_tables import read_table
+
+            rows = read_table(file, TABLES[suffix])
         elif suffix in PARQUET:
             from tidemill.common.data.arrow_tables import open_parquet
 
@@ -203,56 +203,3 @@ def _read_document(file: Path) -> Iterator[Located]:
         if not isinstance(row, dict):
             raise ConfigError(f"{file} row {number} is no JSON object; expected a list of objects.")
         yield f"{file} row {number}", row
-
-
-def _read_table(file: Path) -> Iterator[Located]:
-    """The rows of a CSV or TSV file, with their lines; all columns are text, and empty values become None."""
-    csv.field_size_limit(sys.maxsize)  # a value may be a whole document
-    with open(file, encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
-        origin = f"{file} line 1"
-        while True:
-            try:
-                if rows.fieldnames is not None:  # the first line is read now, if it was not
-                    check_column_names(rows.fieldnames)
-                    origin = f"{file} line {rows.line_num + 1}"
-                row = next(rows, None)
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{file} is not UTF-8 text: {error.reason}.") from None
-            except csv.Error as error:
-                raise ConfigError(f"{origin} is not valid CSV: {error}.") from None
-            except ValueError as error:
-                raise ConfigError(f"{file} line 1: {error}.") from None
-            if row is None:
-                return
-            if None in row:
-                raise ConfigError(f"{origin} has more values than the first line has names.")
-            if None in row.values():  # an empty value is text
-                raise ConfigError(
-                    f"{origin} has fewer values than the first line has names; write a separator for each "
-                    "value that is empty."
-                )
-            yield origin, {name: value or None for name, value in row.items()}
-
-
-def _read_users_rows(reference: str) -> Iterator[Located]:
-    file, _, name = reference.rpartition(":")
-    if not Path(file).is_file():
-        raise ConfigError(
-            f"dataset {reference}: the file {file} does not exist.{did_you_mean(Path(file))} "
-            "Relative paths in a config start at the config's folder."
-        )
-    try:
-        folder = str(Path(file).resolve().parent)
-        if folder not in sys.path:
-            sys.path.append(folder)  # modules beside it can be imported, but never hide installed ones
-        rows = attrgetter(name)(SimpleNamespace(**runpy.run_path(file)))
-        rows = rows() if callable(rows) else rows
-        if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
-            raise TypeError(f"{name} gives {type(rows).__name__}; expected dicts, one a row")
-        for number, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise TypeError(f"row {number} is {in_words(row)}; expected a dict with columns")
-            yield f"{reference} row {number}", dict(row)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"dataset {reference} cannot be read: {type(error).__name__}: {error}.") from error

@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from tidemill.common.data.data_files import files_of, folder_of, open_rows
 from tidemill.common.data.row_file import Located, RowFile, in_words
 from tidemill.common.errors import ConfigError
-from tidemill.common.images.no_pictures import NO_SECTION, NOT_IMITATED, check_no_pictures
+from tidemill.common.images.no_pictures import NO_SECTION, check_no_pictures
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
-    from tidemill.common.config.data import DataConfig, SourceConfig
+    from tidemill.common.config.data import DataConfig
+    from tidemill.common.config.sources import SourceConfig
     from tidemill.common.data.image_columns import PictureColumns
     from tidemill.common.images.sources import ImageSource
 
@@ -34,10 +35,6 @@ PROMPTS = (PROMPT, "messages", "question", "problem")
 """The first of these that a row has holds its prompt, where `data.columns` names none."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
 """The first of these that a row has is its ground truth."""
-COMPLETIONS = ("completion", "response", "answer")
-"""The first of these that a demonstration has is its completion, unless it is a chat that holds it."""
-IDS = ("prompt_ids", "completion_ids")
-"""Columns of a tokenized demonstration; `loss_mask` may say which completion tokens are trained."""
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
 MAX_SHOWN_COLUMNS = 20
@@ -53,8 +50,8 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\
 class Row:
     """One row of a dataset: `number` counts over all files from 0, `origin` names it in messages, and
     `source` is the name of the set where the run has several. `completion` is that of a demonstration: text,
-    the messages after the prompt, or columns with ids (`IDS`). `images` are its pictures by the order of
-    their places.
+    the messages after the prompt, or columns with ids (`demonstration.py`). `images` are its pictures by the
+    order of their places.
 
     Example: `prompt` "2+2=", `data_source` "arith", `ground_truth` "4", `extra` {}, `number` 0, `origin`
     "train.jsonl line 1".
@@ -69,44 +66,6 @@ class Row:
     source: str = ""
     completion: str | list[ChatMessage] | dict[str, Any] | None = None
     images: "tuple[ImageSource, ...]" = ()
-
-
-class StreamedRows(Sequence[Row]):
-    """Rows that are read from disk and parsed on access: at most the first `max_rows` of several files in
-    order. `parse` makes a row from its columns and origin, its number, and the file's folder, which
-    `folders` has for each file."""
-
-    def __init__(
-        self,
-        files: Sequence[RowFile],
-        folders: Sequence[Path],
-        parse: Callable[[Located, int, Path], Row],
-        max_rows: int | None = None,
-    ) -> None:
-        self._files = files
-        self._folders = folders
-        self._parse = parse
-        count = sum(len(file) for file in files)
-        self._count = count if max_rows is None else min(count, max_rows)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, key: int) -> Row: ...
-    @overload
-    def __getitem__(self, key: slice) -> list[Row]: ...
-    def __getitem__(self, key: int | slice) -> Row | list[Row]:
-        if isinstance(key, slice):
-            return [self[number] for number in range(*key.indices(self._count))]
-        if not 0 <= key < self._count:
-            raise IndexError(key)
-        index = key
-        for file, folder in zip(self._files, self._folders, strict=True):
-            if index < len(file):
-                return self._parse(file[index], key, folder)
-            index -= len(file)
-        raise IndexError(key)
 
 
 Opener = Callable[[str, bool], Iterable[Located]]
@@ -172,6 +131,8 @@ def read_rows(
 
     def parse(located: Located, number: int, folder: Path) -> Row:
         if source is not None and source.is_imitated:
+            from tidemill.common.data.demonstration import parse_demonstration
+
             return _of_source(parse_demonstration(located, number, data.columns), source)
         pictures = _open_pictures(folder) if data.has_images else None
         row = parse_row(located, number, data.columns, data.needs_truth, pictures)
@@ -199,7 +160,11 @@ def read_rows(
             raise ConfigError(f"cannot read dataset {path}: {error.strerror or error}.") from None
         if is_empty:
             raise ConfigError(f"dataset {path} has no rows; give a file with at least one.")
-    return StreamedRows(files, folders, parse, max_rows) if is_streamed else rows
+    if not is_streamed:
+        return rows
+    from tidemill.common.data.streamed_rows import StreamedRows
+
+    return StreamedRows(files, folders, parse, max_rows)
 
 
 def _open_pictures(folder: Path) -> "PictureColumns":
@@ -247,14 +212,14 @@ def parse_row(
         ConfigError: it lacks something, or has pictures in a run without.
     """
     origin = located[0]
-    columns = _renamed(located[1], names, located[0])
-    _check_text(columns, origin)
+    columns = renamed(located[1], names, located[0])
+    check_text(columns, origin)
     if pictures is None:
         check_no_pictures(columns, origin, NO_SECTION)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
-        raise _missing(origin, f"column {column!r} (the prompt)", columns)
-    prompt, pictures_in_parts = _parse_prompt(columns[column], column, origin, pictures)
+        raise missing_column(origin, f"column {column!r} (the prompt)", columns)
+    prompt, pictures_in_parts = parse_prompt(columns[column], column, origin, pictures)
     reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     images: tuple[ImageSource, ...] = ()
     if pictures is not None:
@@ -267,9 +232,9 @@ def parse_row(
     source = columns.get("data_source")
     info = columns.get("extra_info")
     if source is not None and not isinstance(source, str):
-        raise _wrong(origin, "data_source", "text", source)
+        raise wrong_value(origin, "data_source", "text", source)
     if info is not None and not isinstance(info, dict):
-        raise _wrong(origin, "extra_info", "an object", info)
+        raise wrong_value(origin, "extra_info", "an object", info)
     others = {name: value for name, value in columns.items() if name not in reserved and value is not None}
     if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
@@ -277,7 +242,7 @@ def parse_row(
         columns = {"answer": pictures.text_of(answer) if pictures else answer} | columns
         prompt = prompt[:-1]
         if not prompt:
-            raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
+            raise wrong_value(origin, column, "a chat with a question before the answer", columns[column])
     truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
     if isinstance(truth, float) and not math.isfinite(truth):
         raise ConfigError(
@@ -290,48 +255,7 @@ def parse_row(
     return Row(prompt, source or "", truth, extra, number, origin, images=images)
 
 
-def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
-    """Make a demonstration from its columns: a chat that ends with the assistant, or a prompt and a
-    completion, both as text or as messages, or ids. Raises ConfigError: it lacks something."""
-    origin = located[0]
-    columns = _renamed(located[1], names, located[0])
-    _check_text(columns, origin)
-    source = columns.get("data_source") or ""
-    if not isinstance(source, str):
-        raise _wrong(origin, "data_source", "text", source)
-    if columns.get(IDS[1]) is not None:
-        return Row(str(columns.get(PROMPT) or ""), source, None, {}, number, origin, completion=columns)
-    column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
-    if columns.get(column) is None:
-        raise _missing(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
-    check_no_pictures(columns, origin, NOT_IMITATED)
-    prompt, _ = _parse_prompt(columns[column], column, origin)
-    completion_columns = [name for name in COMPLETIONS if columns.get(name) is not None]
-    if completion_columns:
-        completion, _ = _parse_prompt(columns[completion_columns[0]], completion_columns[0], origin)
-    elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        # The completion starts with the assistant's first message.
-        first = next(index for index, message in enumerate(prompt) if message["role"] == "assistant")
-        completion = prompt[first:]
-        prompt = prompt[:first]
-    else:
-        subject = (
-            f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
-        )
-        raise _missing(origin, subject, columns, (*PROMPTS, *COMPLETIONS))
-    if not prompt:
-        raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
-    if isinstance(completion, list) and completion[-1]["role"] != "assistant":
-        raise _wrong(
-            origin,
-            completion_columns[0],
-            "messages of which the last is the assistant's",
-            completion[-1]["role"],
-        )
-    return Row(prompt, source, None, {}, number, origin, completion=completion)
-
-
-def _check_text(columns: Mapping[str, Any], origin: str) -> None:
+def check_text(columns: Mapping[str, Any], origin: str) -> None:
     """Raises ConfigError: a text of the row cannot be encoded."""
     half = next(find_halves(columns, ""), None)
     if half:
@@ -354,7 +278,7 @@ def _final_answer(answer: str, origin: str) -> str:
     return number
 
 
-def _parse_prompt(
+def parse_prompt(
     prompt: Any, column: str, origin: str, pictures: "PictureColumns | None" = None
 ) -> "tuple[str | list[ChatMessage], list[ImageSource | None]]":
     """The prompt, and the picture of each part of type `image` in it: None where it is in another column."""
@@ -363,26 +287,26 @@ def _parse_prompt(
             raise ConfigError(f"{origin}: column {column!r} is empty; expected the text of a prompt.")
         return prompt, []
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong(origin, column, "text or a list of chat messages", prompt)
+        raise wrong_value(origin, column, "text or a list of chat messages", prompt)
     messages = []
     sources: list[ImageSource | None] = []
     for position, message in enumerate(prompt):
         where = f"{column}[{position}]"
         if not isinstance(message, dict):
-            raise _wrong(origin, where, "an object with role and content", message)
+            raise wrong_value(origin, where, "an object with role and content", message)
         # Parquet adds nulls for keys that only other messages have.
         parsed = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
         if isinstance(content, list) and content:
             if pictures is None:
-                wrong = _wrong(origin, f"{where}.content", "text", content)
+                wrong = wrong_value(origin, f"{where}.content", "text", content)
                 raise ConfigError(f"{wrong} Pictures need the section `images`.")
             parsed["content"], of_message = pictures.parse_parts(content, f"{origin}: {where}")
             sources += of_message
         elif not isinstance(content, str):
-            raise _wrong(origin, f"{where}.content", "text", content)
+            raise wrong_value(origin, f"{where}.content", "text", content)
         if not isinstance(message.get("role"), str):
-            raise _wrong(origin, f"{where}.role", "text", message.get("role"))
+            raise wrong_value(origin, f"{where}.role", "text", message.get("role"))
         messages.append(parsed)
     return messages, sources
 
@@ -393,12 +317,14 @@ def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: boo
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
     if not isinstance(model, dict | None) and "ground_truth" not in columns:
-        raise _wrong(origin, "reward_model", "an object with ground_truth", model)
+        raise wrong_value(origin, "reward_model", "an object with ground_truth", model)
     for name in TRUTHS:
         if name in columns:
             return columns[name]
     if needs_truth:
-        raise _missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
+        raise missing_column(
+            origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns
+        )
     return None
 
 
@@ -421,7 +347,7 @@ def _sendable(value: Any, origin: str, where: str) -> Any:
     )
 
 
-def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
+def renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
     """The columns, with those that `names` maps (our name -> the dataset's) also under our names: the
     original ones stay for an environment's `reset`. `a.b` is `b` inside of `a`.
 
@@ -434,7 +360,9 @@ def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) 
         # A column's own name may contain a dot.
         for key in [theirs] if theirs in columns else theirs.split("."):
             if not isinstance(value, Mapping) or key not in value:
-                raise _missing(origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ())
+                raise missing_column(
+                    origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ()
+                )
             value = value[key]
         if name == "ground_truth":
             result.pop("reward_model", None)
@@ -442,11 +370,11 @@ def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) 
     return result
 
 
-def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
+def wrong_value(origin: str, where: str, expected: str, value: Any) -> ConfigError:
     return ConfigError(f"{origin}: {where} must be {expected}, got {in_words(value)}.")
 
 
-def _missing(
+def missing_column(
     origin: str, subject: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
 ) -> ConfigError:
     """The error for a row without `subject`; it shows the columns, similar names, and all known names."""

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import ArchiveSegment, Manifest, gaps
-from tidemill.common.history.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.journal import JOURNAL_FILE, newest_below, read_journal
 from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.streams import ReadSize, length, memory_bytes, read_back, read_range, read_raw
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
@@ -106,6 +106,10 @@ class History:
         records = self._backwards(stream, selection) if newest_first else self._forwards(stream, selection)
         async for record in records:
             yield record
+
+    def scan_from(self, stream: StreamName, first_id: str) -> AsyncIterator[Record]:
+        """All entries from this id on, oldest first."""
+        return self.scan(stream, Selection(first_id))
 
     async def messages(
         self, stream: StreamName, kind: type[M], selection: Selection = ALL, newest_first: bool = False

@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
+from tidemill.common.config import RunConfig, StreamsConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import OutageError, TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.heartbeats import (
@@ -53,7 +53,6 @@ from tidemill.common.run.state import (
     register_config,
     runs_dir,
 )
-from tidemill.common.store import ClaimStore
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.threads import BoundedThreads
@@ -61,6 +60,7 @@ from tidemill.common.wire.keys import Keys
 
 if TYPE_CHECKING:
     from tidemill.common.process.shortage import Shortage
+    from tidemill.common.store import ClaimStore
 
 log = structlog.get_logger(__name__)
 
@@ -255,9 +255,10 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         run_dir = runs_dir() / keys.run_id
         streams = config.streams
         broker.max_bytes = streams.max_message_mb << 20
-        broker.claims = ClaimStore(
-            run_dir, streams.claim_check_bytes, streams.claim_check_url, broker.max_bytes
-        )
+        broker.open_claims = partial(_open_claims, run_dir, streams, broker.max_bytes)
+        if streams.claim_check_bytes or streams.claim_check_url:
+            # Now: an address that cannot be used ends the service before it takes anything.
+            broker.claims = broker.open_claims()
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(
             role,
@@ -299,6 +300,12 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         return 0
     finally:
         await broker.close()
+
+
+def _open_claims(run_dir: Path, streams: StreamsConfig, max_bytes: int) -> "ClaimStore":
+    from tidemill.common.store import ClaimStore
+
+    return ClaimStore(run_dir, streams.claim_check_bytes, streams.claim_check_url, max_bytes)
 
 
 def _stop_unbegun() -> int:

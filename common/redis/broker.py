@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
@@ -35,8 +35,10 @@ from tidemill.common.redis.client import (
     public_address,
 )
 from tidemill.common.redis.lines import Client
-from tidemill.common.store import ClaimStore
 from tidemill.common.telemetry import metrics
+
+if TYPE_CHECKING:
+    from tidemill.common.store import ClaimStore
 
 log = structlog.get_logger(__name__)
 
@@ -117,8 +119,11 @@ class Broker:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
-        self.claims: ClaimStore | None = None
-        """Reads the payloads that lie beside the streams; None where the run's folder is not known."""
+        self.open_claims: Callable[[], ClaimStore] | None = None
+        """Opens the store of the payloads that lie beside the streams; None where the run's folder is not
+        known. `claims` calls it where the first of them is named: most runs have none."""
+        self._claims: ClaimStore | None = None
+        self._reads_choices = False
         self.waits_for_claims = True
         """Whether to wait while their store is away; commands for people show that as a fault instead."""
         self.waited_s = 0.0
@@ -131,6 +136,28 @@ class Broker:
         self._flowing: set[str] = set()
         """Streams whose last read returned entries. The next read does not block, and so shares a round trip
         with other commands; only if it returns none, a blocking read follows."""
+
+    @property
+    def claims(self) -> "ClaimStore | None":
+        """Reads the payloads that lie beside the streams; None where the run's folder is not known."""
+        if self._claims is None and self.open_claims is not None:
+            self._claims = self.open_claims()
+            self._claims.reads_choices = self._reads_choices
+        return self._claims
+
+    @claims.setter
+    def claims(self, store: "ClaimStore | None") -> None:
+        self._claims = store
+
+    @property
+    def has_opened_claims(self) -> bool:
+        return self._claims is not None
+
+    def read_choices(self) -> None:
+        """Have what the engine chose read with each trajectory."""
+        self._reads_choices = True
+        if self._claims is not None:
+            self._claims.reads_choices = True
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":

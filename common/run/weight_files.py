@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.files import file_checksum
-from tidemill.common.weights.delta import ENCODING
-from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.wire.messages import DELTA_ENCODING, WeightFile, WeightManifest
 
 WEIGHTS_FOLDER = "weights"
 """Folder of all versions in the run's folder."""
@@ -44,10 +43,10 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
     """
     run = run_dir.resolve()
     where = f"weights of version {manifest.version}"
-    if manifest.is_delta and manifest.encoding != ENCODING:
+    if manifest.is_delta and manifest.encoding != DELTA_ENCODING:
         raise WeightsError(
-            f"{where} are a delta in the format {manifest.encoding}, this release reads {ENCODING}. Read "
-            "them with the release that wrote them, or have the trainer write a new version."
+            f"{where} are a delta in the format {manifest.encoding}, this release reads {DELTA_ENCODING}. "
+            "Read them with the release that wrote them, or have the trainer write a new version."
         )
     if not manifest.files:
         raise WeightsError(f"{where}: the manifest names no files; expected at least one.")

@@ -32,17 +32,21 @@ from tidemill.common.files import StorageError, storage_errors, write_atomically
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import check_rows
-from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory, fault_of
+from tidemill.common.wire.messages import (
+    CLAIMS_FOLDER,
+    ChoiceRows,
+    Choices,
+    Claim,
+    Message,
+    Trajectory,
+    fault_of,
+)
 
 if TYPE_CHECKING:
     from tidemill.common.store.objects import Objects
 
 log = structlog.get_logger(__name__)
 
-CLAIMS_FOLDER = "claims"
-"""Name of the folder of payloads in the run's folder."""
-NAMES_A_CLAIM = b"\xa5claim"
-"""Bytes in the payload of every entry with a claim: others need not be decoded."""
 _NAME = re.compile(r"^\.?(?P<ticket>[0-9]+)-[0-9]+-[0-9a-f]{32}(\.[0-9a-f]{8}\.aside)?$")
 """File names of payloads, and of unfinished ones that a killed writer has left."""
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}

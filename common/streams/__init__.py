@@ -3,8 +3,6 @@
 from tidemill.common.streams.dead_letters import DeadLetterWriter as DeadLetterWriter
 from tidemill.common.streams.dead_letters import append_dead_letter as append_dead_letter
 from tidemill.common.streams.dead_letters import dead_letter as dead_letter
-from tidemill.common.streams.dead_letters import remove_entries as remove_entries
-from tidemill.common.streams.dead_letters import requeue as requeue
 from tidemill.common.streams.entries import START as START
 from tidemill.common.streams.entries import Delivery as Delivery
 from tidemill.common.streams.entries import Entry as Entry

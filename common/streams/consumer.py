@@ -19,9 +19,9 @@ from redis import exceptions as redis_errors
 
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.lease_keeper import LeaseKeeper
-from tidemill.common.redis import scripts
+from tidemill.common.redis import lease_scripts, scripts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.scripts import LeaseReply, PartReply, ResultReply, SampleReply
+from tidemill.common.redis.lease_scripts import LeaseReply, PartReply, ResultReply, SampleReply
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded
 from tidemill.common.streams.log import ReadSize, block_for, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.takeover import Takeover
@@ -176,7 +176,7 @@ class Consumer(Generic[M]):
             index = sample.index
             group_size = sample.group_size
             schema = codec.schema_of(sample)
-        call = scripts.publish_sample(
+        call = lease_scripts.publish_sample(
             self.broker,
             prompts=self.key,
             trajectories=out_key,
@@ -209,7 +209,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over.
         """
-        call = scripts.append_part(
+        call = lease_scripts.append_part(
             self.broker,
             prompts=self.key,
             progress=progress_key,
@@ -233,7 +233,7 @@ class Consumer(Generic[M]):
     ) -> None:
         """Note the version at which a group was started, unless one is noted; with `replaces`, in any case.
         Raises LeaseLostError: another worker has taken the ticket over."""
-        call = scripts.start_group(
+        call = lease_scripts.start_group(
             self.broker,
             prompts=self.key,
             progress=progress_key,
@@ -262,7 +262,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was kept.
         """
-        call = scripts.store_result(
+        call = lease_scripts.store_result(
             self.broker,
             trajectories=self.key,
             results=results_key,
@@ -294,7 +294,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
-        call = scripts.publish_group(
+        call = lease_scripts.publish_group(
             self.broker,
             trajectories=self.key,
             scores=out_key,
@@ -321,7 +321,7 @@ class Consumer(Generic[M]):
         # A copy: messages come and go while Redis is awaited.
         for chunk in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in chunk]
-            call = scripts.renew(
+            call = lease_scripts.renew(
                 self.broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=chunk
             )
             for entry_id in await self._unless_without_group(call, all_lost):
@@ -337,7 +337,7 @@ class Consumer(Generic[M]):
         # Copied in one step: the loop of `fetch` changes the dict meanwhile, in its own thread.
         for chunk in _in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
-                await scripts.renew(
+                await lease_scripts.renew(
                     broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=chunk
                 )
 
@@ -346,7 +346,7 @@ class Consumer(Generic[M]):
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
-        call = scripts.hand_back(
+        call = lease_scripts.hand_back(
             self.broker,
             stream=self.key,
             group=self.group,
@@ -382,7 +382,7 @@ class Consumer(Generic[M]):
     async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
         pairs = [(d.entry_id, max(d.attempts + change, 0)) for d in deliveries if not d.is_lost]
         if pairs:
-            call = scripts.park(
+            call = lease_scripts.park(
                 self.broker, stream=self.key, group=self.group, consumer=self.name, entries=pairs
             )
             for entry_id in await self._unless_without_group(call, [pair[0].encode() for pair in pairs]):
@@ -428,7 +428,7 @@ class Consumer(Generic[M]):
             return []
         deliveries = [delivery for delivery, _ in results]
         ids = [delivery.entry_id for delivery in deliveries]
-        call = scripts.complete(
+        call = lease_scripts.complete(
             self.broker,
             stream=self.key,
             output=out_key,

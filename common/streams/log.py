@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from redis import exceptions as redis_errors
 
-from tidemill.common import store
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import MAX_BLOCK_S, Broker
@@ -217,17 +216,19 @@ async def read_raw(
 async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
     """The decoded entries of an answer; payloads that they claim are read on threads."""
     entries = [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
+    messages = [entry.message for entry in entries if isinstance(entry, Entry)]
+    if not broker.has_opened_claims and not any(map(_names_a_payload, messages)):
+        return entries
     claims = broker.claims
     is_patient = broker.waits_for_claims
-    if claims is None or all(
-        isinstance(entry, Garbled) or claims.is_whole(entry.message) for entry in entries
-    ):
+    if claims is None or all(map(claims.is_whole, messages)):
         return entries
+    from tidemill.common.store import resolved
 
     async def whole(entry: Entry[M] | Garbled) -> Entry[M] | Garbled:
         if isinstance(entry, Garbled) or claims.is_whole(entry.message):
             return entry
-        return Entry(entry.entry_id, await store.resolved(claims, entry.message, is_patient))
+        return Entry(entry.entry_id, await resolved(claims, entry.message, is_patient))
 
     return await asyncio.gather(*map(whole, entries))
 
@@ -240,6 +241,11 @@ def block_for(block_s: float) -> tuple[str, int] | tuple[()]:
 def has_claim(message: Message) -> bool:
     """Whether the message is only a claim to a payload that is stored elsewhere."""
     return isinstance(message, Trajectory) and message.claim is not None
+
+
+def _names_a_payload(message: Message) -> bool:
+    """Whether the message, or what the engine chose with it, is stored elsewhere."""
+    return isinstance(message, Trajectory) and (message.claim is not None or message.lacks_choices)
 
 
 def fields_of(raw: Sequence[bytes]) -> Fields:

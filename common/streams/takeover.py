@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from tidemill.common.redis import scripts
+from tidemill.common.redis import lease_scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Fields
 from tidemill.common.streams.log import fields_of
@@ -87,7 +87,7 @@ class Takeover:
         spare_s = self._lease_s / CLOCK_CHECKS_PER_LEASE
         most = min(count, MAX_TAKEN)
         try:
-            reply = await scripts.reclaim(
+            reply = await lease_scripts.reclaim(
                 self._broker,
                 stream=self._key,
                 group=self._group,

@@ -37,8 +37,6 @@ from tidemill.common.weights.bits import (
 from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
-ENCODING = "delta-2"
-"""Name of this format in manifests."""
 WINDOW = 1 << 22
 """Positions that a record may span: it lies within [n * WINDOW, (n + 1) * WINDOW)."""
 GAP = np.dtype("<u4")

@@ -159,6 +159,12 @@ class Ticket(PromptFields):
         return self
 
 
+CLAIMS_FOLDER = "claims"
+"""Name of the folder of payloads in the run's folder."""
+NAMES_A_CLAIM = b"\xa5claim"
+"""Bytes in the payload of every entry with a claim: others need not be decoded."""
+
+
 class Claim(BaseModel):
     """Address of a payload that is too large for a stream.
 
@@ -439,6 +445,10 @@ class WeightFile(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)
     num_bytes: int = Field(ge=0)
     checksum: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+DELTA_ENCODING = "delta-2"
+"""Name, in manifests, of the format of deltas that this release writes and reads (`weights/delta.py`)."""
 
 
 class WeightManifest(Message):

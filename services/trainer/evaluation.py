@@ -32,9 +32,8 @@ from tidemill.common.streams import (
     read_range,
 )
 from tidemill.common.streams.group_results import delete_results
-from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import EVAL, REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.keys import EVAL, REWARD_GROUP, ROLLOUT_GROUP, StreamName
 from tidemill.common.wire.messages import (
     DeadLetter,
     Lane,

@@ -2,16 +2,18 @@
 
 import asyncio
 from contextlib import AsyncExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
+from tidemill.common.config import RunConfig
 from tidemill.common.config.diagnostics import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.activity import LOAD
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.run.state import METRICS_FILE, read_records, read_state
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, Record, read_records, read_state
 from tidemill.common.streams import START, last_id
 from tidemill.common.telemetry.trackers import check_loggers
 from tidemill.common.wire.messages import Lane
@@ -40,11 +42,11 @@ from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
-from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import Publisher, WeightStore
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.evaluation import Evaluator
+    from tidemill.services.trainer.weights.best_version import BestVersion
 
 log = structlog.get_logger(__name__)
 
@@ -189,14 +191,14 @@ def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:
         recorder.attach(Sender(name, TRACKERS[name], run))
 
 
-def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, Diagnostics]:
+def _resume_outputs(context: ServiceContext) -> "tuple[WeightStore, BestVersion | None, Diagnostics]":
     """The parts whose state follows from the records of earlier steps and evaluations."""
     trainer = context.config.trainer
     records = read_records(context.run_dir / METRICS_FILE)
     ranges = trainer.diagnostics
     if trainer.policy == "simulated":
         ranges = ranges | {"entropy": HealthyRange()}  # a simulated policy has none
-    best = BestVersion(context.run_dir, trainer.evaluation.keep_best, records)
+    best = find_best_version(context.run_dir, context.config, records)
     publisher: Publisher | None = None
     address = context.config.weights.address
     if address:
@@ -205,6 +207,15 @@ def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, 
         publisher = open_publisher(address, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)
     return weights, best, Diagnostics(ranges).resume(records)
+
+
+def find_best_version(run_dir: Path, config: RunConfig, records: list[Record]) -> "BestVersion | None":
+    """None where the run has no evaluation sets, and no evaluation on record."""
+    if not config.data.eval and not any(record["kind"] == EVALUATION for record in records):
+        return None
+    from tidemill.services.trainer.weights.best_version import BestVersion
+
+    return BestVersion(run_dir, config.trainer.evaluation.keep_best, records)
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

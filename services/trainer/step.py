@@ -26,7 +26,6 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from tidemill.services.trainer.groups.group import Group
@@ -345,6 +344,8 @@ class StepRunner:
     def _begin(self) -> StepResult:
         if not self.algorithm.is_adaptive:
             return StepResult()
+        from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
+
         self.algorithm = self.policy.coefficients().applied(self.trainer.algorithm)
         return StepResult(coefficients=coefficient_metrics(self.algorithm))
 

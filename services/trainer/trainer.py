@@ -38,7 +38,7 @@ from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, 
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
-from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler, Dropped
+from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
@@ -53,11 +53,11 @@ from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics, usage_metrics
 from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
-from tidemill.services.trainer.weights.best_version import BestVersion
 from tidemill.services.trainer.weights.store import BegunVersion, WeightState, WeightStore
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.evaluation import Evaluator
+    from tidemill.services.trainer.weights.best_version import BestVersion
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +87,8 @@ class Trainer:
     checkpointer: Checkpointer
     memory: MemoryWatch
     weights: WeightStore
-    best: BestVersion
+    best: "BestVersion | None"
+    """None where a run has no evaluation sets, and no evaluation on record."""
     recorder: Recorder
     diagnostics: Diagnostics
 
@@ -353,7 +354,7 @@ class Trainer:
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
         keep = self.config.keep_weights
-        in_use = self.best.in_use
+        in_use = self.best.in_use if self.best else ()
         await self.context.outside.run(self.weights.prune, keep, in_use, manifest.version)
         return manifest
 
@@ -445,7 +446,8 @@ class Trainer:
             reason = evaluator.reasons.get(dataset, "")
             await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers, reason)
         await self._report()
-        await on_disk(self.context, self.best.consider, version, results)
+        if self.best is not None:
+            await on_disk(self.context, self.best.consider, version, results)
         # Only when results are safe: what is trimmed cannot be evaluated again. Where commits may be lost and
         # no checkpoint covers them yet, a restart would go back behind this version and evaluate it again.
         await on_disk(self.context, self.recorder.sync)
@@ -481,5 +483,5 @@ class Trainer:
             "trainer_idle_share": self.context.activity.idle_share(),
             "evaluations": self.recorder.evaluations,
             "warnings": self.diagnostics.as_state(),
-            "best": self.best.as_state(),
+            "best": self.best.as_state() if self.best else None,
         }

@@ -18,9 +18,8 @@ from tests.support.training import assert_full_steps, commits_of, messages
 from tests.support.waiting import wait_until
 from tidemill.common.archive.archiver import archive_run, check
 from tidemill.common.history import History, StreamName
-from tidemill.common.store.claims import CLAIMS_FOLDER
 from tidemill.common.wire.choices import KEPT
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.messages import CLAIMS_FOLDER, Trajectory
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 

@@ -22,7 +22,7 @@ from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
 from tidemill.common.config import RunConfig
 from tidemill.common.redis.broker import _script
-from tidemill.common.store.claims import CLAIMS_FOLDER
+from tidemill.common.wire.messages import CLAIMS_FOLDER
 
 SCRIPTED = ("EVALSHA", "FCALL")
 """Entries may be appended by a script."""

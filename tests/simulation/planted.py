@@ -79,7 +79,7 @@ PLANTED = (
         '"choices": {name: rows[num_rows.get(name, 0) :] for name, rows in whole.choices.items()}',
         '"choices": dict(whole.choices)', seed=11),
     Mutant("a trainer does not read choices", f"{BATCH}/stream_join.py",
-        "            broker.claims.reads_choices = True\n", "            pass\n"),
+        "        broker.read_choices()\n", ""),
     Mutant("the archive leaves choices out", "common/archive/archiver.py",
         "last_id, until, config.keep_choices)", "last_id, until, False)", seed=28),
     Mutant("choices that the store does not take are left out", "common/store/claims.py",
@@ -169,7 +169,7 @@ PLANTED = (
     Mutant("groups that would become too old are not taken first", f"{BATCH}/batch_assembler.py",
         "tight = next((h for h in horizons if due[h] >= capacity[h]), math.inf)", "tight = math.inf",
         seed=13),
-    Mutant("the last entry of a key wins", "common/history/groups.py",
+    Mutant("the last entry of a key wins", "common/streams/recorded_group.py",
         "        return index not in ids and index < self.group_size\n",
         "        is_complete = len(self.trajectories) == len(self.scores) == self.group_size\n"
         "        return index < self.group_size and (index not in ids or not is_complete)\n", seed=27),

@@ -14,9 +14,9 @@ import numpy as np
 
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import NamedRewardConfig, RewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.common.config.servers import LimitsConfig
+from tidemill.common.config.servers import LimitsConfig, ServersConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.process.service import ServiceContext

@@ -15,7 +15,8 @@ from tests.support.models import gradients_of, make_policy, one_batch
 from tests.support.samples import changed
 from tidemill.common.run.routers import find_routers, parts_of
 from tidemill.common.wire.arrays import Int32
-from tidemill.services.trainer.groups.sample import Sample, make_routes
+from tidemill.services.trainer.groups.choices import make_routes
+from tidemill.services.trainer.groups.sample import Sample
 
 
 def wide_mixtral(monkeypatch: Any, seed: int = 3, num_experts: int = 4) -> PreTrainedModel:

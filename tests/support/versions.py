@@ -9,9 +9,9 @@ from safetensors.numpy import save_file
 from tidemill.common.files import file_checksum, write_atomically
 from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, version_name
 from tidemill.common.weights.bits import Bits, TensorInfo, read_safetensors
-from tidemill.common.weights.delta import ENCODING, DeltaWriter, delta_name
+from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.weights.digest import digest_of
-from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.wire.messages import DELTA_ENCODING, WeightFile, WeightManifest
 from tidemill.services.trainer.weights.store import WeightSource, WeightStore
 
 FULL_FILE = "model.safetensors"
@@ -79,7 +79,7 @@ class Chain:
         return self._publish(
             version,
             files,
-            encoding=ENCODING,
+            encoding=DELTA_ENCODING,
             parent=parent.version,
             parent_digest=parent.digest,
             base=base,

@@ -23,17 +23,19 @@ CLONE = Path(__file__).resolve().parents[3]
 """Where `FOLDER` is in a clone; the installed package has no examples."""
 
 
-def advantage_error(name: str) -> str:
-    """Why `advantage: name` is refused, and what to do."""
-    return f"{name} is not built in any more, but an example: {_copy(name)}"
+def check_not_moved(name: str) -> None:
+    """Raises ValueError: the advantage is an example now, which the error names."""
+    if name in ADVANTAGES_MOVED:
+        raise ValueError(f"{name} is not built in any more, but an example: {_copy(name)}")
 
 
-def preset_error(name: str) -> str:
-    """Why `preset: name` is refused, and what to do."""
-    return (
-        f"preset {name} is not built in any more, but an example: take trainer.algorithm of "
-        f"{FOLDER}/{PRESETS_MOVED[name]} in place of the preset, and {_copy('scale_rl')}"
-    )
+def check_preset_not_moved(name: str) -> None:
+    """Raises ValueError: the preset is an example now, which the error names."""
+    if name in PRESETS_MOVED:
+        raise ValueError(
+            f"preset {name} is not built in any more, but an example: take trainer.algorithm of "
+            f"{FOLDER}/{PRESETS_MOVED[name]} in place of the preset, and {_copy('scale_rl')}"
+        )
 
 
 def _copy(name: str) -> str:

@@ -23,6 +23,7 @@ from rich.text import Text
 from tidemill.common.command_line import command_line
 from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
 from tidemill.common.config.algorithms.table import PRESETS
+from tidemill.common.config.section import read_later
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.digits import few_digits
 from tidemill.common.errors import ConfigError
@@ -123,6 +124,7 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The section that a field holds, and whether the field is a mapping or list of such sections."""
+    annotation = read_later(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     if get_origin(annotation) is typing.Annotated:
@@ -139,6 +141,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _kind(annotation: Any) -> str:
+    annotation = read_later(annotation)
     if annotation is type(None):
         return "null"
     if get_origin(annotation) is typing.Annotated:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidemill.common.command_line import command_line
-from tidemill.common.config import LocalServersConfig, RunConfig
+from tidemill.common.config import RunConfig
+from tidemill.common.config.servers import LocalServersConfig
 from tidemill.common.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -29,19 +29,18 @@ from tidemill.common.errors import CodecError, ConfigError
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import TicketOutcomes
 from tidemill.common.process.programs import run_main
-from tidemill.common.redis import scripts
+from tidemill.common.redis import lease_scripts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.scripts import RequeueReply
+from tidemill.common.redis.lease_scripts import RequeueReply
 from tidemill.common.run.state import FINISHED, read_config, read_state
 from tidemill.common.streams import (
     dead_letter,
     group_status,
     has_entry,
-    remove_entries,
-    requeue,
     scan,
 )
 from tidemill.common.streams.entries import Entry, Garbled, entry_id_of
+from tidemill.common.streams.requeueing import remove_entries, requeue
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import EVAL, Keys
@@ -295,7 +294,7 @@ class Requeuer:
             return RequeueResult(False, reason)
         if entry.stream == "scores":
             key = self.keys.scores(entry.lane)
-            is_done = await scripts.reappend(
+            is_done = await lease_scripts.reappend(
                 self.broker,
                 dead=self.keys.dead,
                 log=key,

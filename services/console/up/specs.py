@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.common.config import LocalServersConfig, RunConfig
+from tidemill.common.config import RunConfig
+from tidemill.common.config.servers import LocalServersConfig
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.broker import WAIT_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE

@@ -18,8 +18,9 @@ from typing import Any
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import SCORE, JudgeConfig, VerdictConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.codec import sendable
 from tidemill.services.reward.functions.pool import Execution

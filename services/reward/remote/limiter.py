@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from tidemill.common.config.servers import LimitsConfig
-from tidemill.common.redis import scripts
+from tidemill.common.redis import reward_scripts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.scripts import Admission
+from tidemill.common.redis.reward_scripts import Admission
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
@@ -158,7 +158,7 @@ class Limiter:
         """One call of the script, with requests that have ended, those that are held, and one that waits."""
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
         try:
-            return await scripts.limits(
+            return await reward_scripts.limits(
                 self._broker,
                 levels=self._levels,
                 in_flight=self._in_flight,

@@ -8,8 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies

@@ -21,7 +21,8 @@ from pathlib import Path
 import httpx
 import structlog
 
-from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.config.servers import LocalServersConfig, ServersConfig
 from tidemill.common.errors import ConfigError, EngineError, TidemillError
 from tidemill.common.process.children import PRIVATE
 from tidemill.common.process.heartbeats import publish_heartbeat, reachable_host

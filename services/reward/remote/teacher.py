@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.wire.arrays import Bits, Float32, Int32
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies

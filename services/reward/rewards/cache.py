@@ -17,8 +17,9 @@ from typing import Any
 
 import msgpack
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
-from tidemill.common.redis import scripts
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.servers import ServersConfig
+from tidemill.common.redis import reward_scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import as_plain, pack
@@ -97,7 +98,7 @@ class RewardCache:
         return await asyncio.shield(call)
 
     async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
-        cached = await scripts.cache_get(
+        cached = await reward_scripts.cache_get(
             self._broker, rewards=self._rewards, uses=self._uses, totals=self._totals, digest=digest
         )
         if cached is not None:
@@ -107,7 +108,7 @@ class RewardCache:
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
             # Attempts belong to this call, not to later ones that find the result.
-            await scripts.cache_put(
+            await reward_scripts.cache_put(
                 self._broker,
                 rewards=self._rewards,
                 uses=self._uses,

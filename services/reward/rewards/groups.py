@@ -21,7 +21,7 @@ from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery
 from tidemill.common.streams.consumer import Consumer
-from tidemill.common.streams.group_results import Reference, read_trajectories
+from tidemill.common.streams.references import Reference, read_trajectories
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import decode_payload
 from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory

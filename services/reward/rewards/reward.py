@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request

@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.errors import MachineFaultError, first_cause
 from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.telemetry import metrics

@@ -15,9 +15,10 @@ from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.process.failures import FailureLog
 from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
+from tidemill.common.wire.choices import ROUTES, Rows
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Ticket
+from tidemill.common.wire.routes import find_routes_fault
 from tidemill.common.wire.segments import Finish, Segment, Session
 from tidemill.services.rollout.containers.sessions import SessionContainers
 from tidemill.services.rollout.engines.engine import Generation

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.common.config.data import CurriculumConfig
+from tidemill.common.config.sources import CurriculumConfig
 from tidemill.common.wire.messages import Commit, Outcome, outcome_of
 from tidemill.services.trainer.batch.prompts import PromptSource
 

@@ -22,7 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tidemill.common.archive.completions import opener_of
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import ModelConfig
-from tidemill.common.data.dataset import IDS, ChatMessage, Row, read_training_rows
+from tidemill.common.data.dataset import ChatMessage, Row, read_training_rows
+from tidemill.common.data.demonstration import IDS
 from tidemill.common.data.prompt_text import chat_messages
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.appended_tokens import num_appended_by

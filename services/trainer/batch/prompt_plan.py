@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tidemill.common.config import RunConfig
-from tidemill.common.config.data import SourceConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import (
     Commit,
@@ -25,6 +24,7 @@ from tidemill.common.wire.messages import (
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
 if TYPE_CHECKING:
+    from tidemill.common.config.sources import SourceConfig
     from tidemill.services.trainer.batch.curriculum import Curriculum
     from tidemill.services.trainer.batch.mixture import BatchPlaces, Mixture
 
@@ -207,7 +207,7 @@ def _open_curriculum(sources: Sequence[PromptSource], config: RunConfig) -> "Cur
     return Curriculum(sources, config.data.curriculum)
 
 
-def _limits(named: Sequence[SourceConfig], sources: Sequence[PromptSource]) -> list[int | None]:
+def _limits(named: "Sequence[SourceConfig]", sources: Sequence[PromptSource]) -> list[int | None]:
     """How many groups each source has in all its epochs; None: no end."""
     epochs = [source.epochs for source in named] or [None] * len(sources)
     return [None if e is None else e * len(s) for e, s in zip(epochs, sources, strict=True)]

@@ -36,11 +36,12 @@ from tidemill.common.wire.images import Image
 if TYPE_CHECKING:
     from tidemill.common.images.door import StoredPicture
     from tidemill.services.trainer.batch.row_pictures import RowPictures
+    from tidemill.services.trainer.batch.streamed_prompts import StreamedPrompts
+
+    Prompts = Sequence["Prompt"] | StreamedPrompts
 
 log = structlog.get_logger(__name__)
 
-STREAMED_KEPT = 256
-"""Most streamed prompts that are kept in memory after they were read."""
 BATCH_ROWS = 1024
 """Rows handed to the tokenizer at once."""
 PROGRESS_ROWS = 10_000
@@ -86,11 +87,11 @@ class PromptSource:
         if not prompts:
             raise ValueError("a prompt source needs at least one prompt")
         self.name = name
-        if isinstance(prompts, StreamedPrompts):
+        if isinstance(prompts, Sequence):
+            self.rows, content = content_of(prompts)
+        else:
             self.rows = prompts.rows
             content = prompts.content
-        else:
-            self.rows, content = _content(prompts)
         self.prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -201,31 +202,11 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig, pictures: "Ro
 
 
 def read_prompts(rows: Sequence[Row], encode: Encode, data: DataConfig) -> "Prompts":
-    return StreamedPrompts(rows, encode) if data.stream else list(encode(rows))
+    if not data.stream:
+        return list(encode(rows))
+    from tidemill.services.trainer.batch.streamed_prompts import StreamedPrompts
 
-
-class StreamedPrompts:
-    """Prompts that are read and tokenised when they are needed. All are read once at the start, to check them
-    and for the digest; only the row of each is kept, 8 bytes. Raises ConfigError: as `encode_rows`."""
-
-    def __init__(self, rows: Sequence[Row], encode: Encode) -> None:
-        self._encode = encode
-        self._source = rows
-        self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
-        self.rows, self.content = _content(self._encode(rows))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._read(int(self.rows[index]))
-
-    def _read_prompt(self, row: int) -> Prompt:
-        (prompt,) = self._encode([self._source[row]])
-        return prompt
-
-
-Prompts = Sequence[Prompt] | StreamedPrompts
+    return StreamedPrompts(rows, encode)
 
 
 def _encoded(
@@ -359,7 +340,7 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
     )
 
 
-def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
+def content_of(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
     """The dataset's row of each prompt, ascending, and a digest over all of them."""
     rows = array("q")
     digest = xxhash.xxh3_128()

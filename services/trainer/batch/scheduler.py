@@ -9,20 +9,22 @@ idempotent: after a crash, tickets in the stream are adopted, and the others are
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, append_missing, entry_id_of, id_order, last_id, read_range
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.keys import Keys, StreamName
 from tidemill.common.wire.messages import Outcome, Ticket, Trajectory, outcome_of
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
+
+if TYPE_CHECKING:
+    from tidemill.common.history import History
 
 log = structlog.get_logger(__name__)
 
@@ -108,12 +110,11 @@ class Scheduler:
     def settle(self, ticket: int) -> None:
         self.outstanding.pop(ticket, None)
 
-    async def adopt_issued(self, history: History | None = None) -> list[Ticket]:
+    async def adopt_issued(self, history: "History") -> list[Ticket]:
         """Take in tickets that an earlier process issued after the state this one was restored from."""
         adopted: list[Ticket] = []
         orphans: list[Entry[Ticket]] = []
-        history = history or History(self.keys.run_id, None, self.broker)
-        async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
+        async for entry in history.scan_from(StreamName.PROMPTS, entry_id_of(self.next_ticket)):
             if not isinstance(entry, Entry) or not isinstance(entry.message, Ticket):
                 continue
             ticket = entry.message

@@ -27,9 +27,8 @@ from tidemill.common.streams import (
     read_raw,
     trimmed_below,
 )
-from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.keys import Keys, StreamName
 from tidemill.common.wire.messages import DeadLetter, Score, Ticket, Trajectory
 from tidemill.services.trainer.groups.group import UNKNOWN_VERSION, Group
 
@@ -60,9 +59,8 @@ class StreamJoin:
     def __init__(self, broker: Broker, keys: Keys) -> None:
         self._broker = broker
         self._keys = keys
-        if broker.claims is not None:
-            # What the engine chose is trained on: read it with each trajectory. Other readers leave it.
-            broker.claims.reads_choices = True
+        # What the engine chose is trained on. Other readers leave it.
+        broker.read_choices()
         self.groups: dict[int, Group] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""

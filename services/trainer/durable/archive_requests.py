@@ -16,11 +16,10 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.store import NAMES_A_CLAIM
 from tidemill.common.streams import Entry, ReadSize, decoded, memory_bytes, read_raw
-from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.codec import PAYLOAD_FIELD
-from tidemill.common.wire.messages import Claim, Trajectory
+from tidemill.common.wire.keys import StreamName
+from tidemill.common.wire.messages import NAMES_A_CLAIM, Claim, Trajectory
 
 log = structlog.get_logger(__name__)
 

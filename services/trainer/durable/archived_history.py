@@ -15,7 +15,7 @@ new entry up to 13-0 already, the archive is cut back to 11-0.
 
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import xxhash
@@ -30,7 +30,6 @@ from tidemill.common.archive.manifest import (
 )
 from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
-from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis import scripts
 from tidemill.common.streams import (
@@ -41,12 +40,17 @@ from tidemill.common.streams import (
     has_claim,
     id_before,
     id_order,
+    last_id,
     read_raw,
     trimmed_below,
 )
 from tidemill.common.streams.entries import Garbled
 from tidemill.common.wire import codec
+from tidemill.common.wire.keys import StreamName
 from tidemill.common.wire.messages import Choices, Trajectory
+
+if TYPE_CHECKING:
+    from tidemill.common.history import History
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +70,22 @@ class ArchivedHistory:
         self._threads = context.outside
         self.is_used = context.config.streams.archive.enabled or self.folder.is_dir()
 
-    def read(self) -> History:
+    async def is_empty(self) -> bool:
+        """Whether neither Redis nor the archive has, or has had, a ticket or a commit: the run begins."""
+        for stream in CONSECUTIVE:
+            if await last_id(self.broker, stream.key(self.keys)) != START:
+                return False
+            try:
+                manifest = await self._threads.run(Manifest.load, self._folder(stream))
+            except ArchiveError:  # there is one, which cannot be read
+                return False
+            if manifest.last_id != START:
+                return False
+        return True
+
+    def read(self) -> "History":
+        from tidemill.common.history import History  # a run that begins has none
+
         return History(self.keys.run_id, self.run_dir, self.broker)
 
     async def begins_at_start(self) -> bool:
@@ -159,6 +178,7 @@ class ArchivedHistory:
         self, manifest: Manifest, stream: StreamName, first_id: str
     ) -> AsyncIterator[Entry[Any] | Garbled]:
         from tidemill.common.archive.reader import select
+        from tidemill.common.streams.selection import Selection
 
         batches = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
         while (records := await self._threads.run(next, batches, None)) is not None:

@@ -17,12 +17,12 @@ from prometheus_client import Histogram
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import note_needed
-from tidemill.common.history.journal import journal_steps
 from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.journal import journal_steps
 from tidemill.common.streams import START, Trail, entry_id_of, id_after, id_order, read_raw
 from tidemill.common.streams.log import KEPT_COMMITS, newest_begin
-from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import StreamName
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, STREAMS, TRAJECTORIES

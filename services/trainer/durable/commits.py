@@ -12,15 +12,15 @@ import json
 import os
 from base64 import b64encode
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import xxhash
 
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import append_durably, storage_errors
-from tidemill.common.history import History, Selection, StreamName
-from tidemill.common.history.journal import JOURNAL_FILE, commit_of, document_of
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.journal import JOURNAL_FILE, commit_of, document_of
 from tidemill.common.streams import (
     START,
     Entry,
@@ -35,9 +35,12 @@ from tidemill.common.streams import (
 )
 from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.common.wire import codec
-from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.keys import Keys, StreamName
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.batch.unexpected_entries import is_unexpected, remove_unexpected
+
+if TYPE_CHECKING:
+    from tidemill.common.history import History
 
 log = structlog.get_logger(__name__)
 
@@ -229,11 +232,11 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
         )
 
 
-async def read_commits(history: History, first_step: int) -> list[Commit]:
+async def read_commits(history: "History", first_step: int) -> list[Commit]:
     """Commits from `first_step` on, in order. Raises TidemillError: a commit cannot be decoded, or one is
     missing in between."""
     commits: list[Commit] = []
-    async for entry in history.scan(StreamName.COMMITS, Selection(entry_id_of(first_step))):
+    async for entry in history.scan_from(StreamName.COMMITS, entry_id_of(first_step)):
         expected = first_step + len(commits)
         if is_unexpected(entry):  # with commits of ours behind it, so that it can stay
             log.error("an unexpected entry among the commits is skipped", entry=entry.entry_id)

@@ -12,8 +12,8 @@ import structlog
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ArchiveError, TidemillError
-from tidemill.common.history import StreamName
 from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.wire.keys import StreamName
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
@@ -60,8 +60,14 @@ class Replayer:
         Raises:
             TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
         """
-        can_start_over = await self.archived.begins_at_start()
-        state = await self.runner.thread.call(self._restore_checkpoint, store, can_start_over)
+        try:
+            state = await self.runner.thread.call(self._restore_checkpoint, store)
+        except NoneWholeError as error:
+            # Every commit can be replayed from the starting model.
+            if not await self.archived.begins_at_start():
+                raise
+            log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
+            state = None
         version = state.version if state else 0
         needed = settled_positions(state)
         # Which server answers is noted before anything is read from it: a later restart is noticed then.
@@ -70,6 +76,8 @@ class Replayer:
         await self.reconciler.mark()
         await self.reconciler.remove_unexpected()
         await until_stored(self.context, partial(self._align, needed))
+        if state is None and not self.journal.steps and await self.archived.is_empty():
+            return []
         await self._restore_commits(version)
         history = self.archived.read()
         commits = await read_commits(history, version)
@@ -111,16 +119,10 @@ class Replayer:
         self.version = version + len(commits)
         return commits
 
-    def _restore_checkpoint(self, store: CheckpointStore, can_start_over: bool) -> TrainerState | None:
-        """Put every part into the state of the newest whole checkpoint; None where there is none. Where all
-        are damaged and `can_start_over`, every commit is replayed from the starting model."""
-        try:
-            checkpoint = store.load_latest()
-        except NoneWholeError as error:
-            if not can_start_over:
-                raise
-            log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
-            checkpoint = None
+    def _restore_checkpoint(self, store: CheckpointStore) -> TrainerState | None:
+        """Put every part into the state of the newest whole checkpoint; None where there is none. Raises
+        NoneWholeError: all are damaged; nothing was changed."""
+        checkpoint = store.load_latest()
         if checkpoint is None:
             return None
         state = checkpoint.state

@@ -7,6 +7,7 @@ checkpoint; so are all entries of a run without an archive (`checkpointing.py`).
 
 import asyncio
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -15,7 +16,6 @@ from tidemill.common.archive.manifest import Manifest, note_trim
 from tidemill.common.errors import ArchiveError, StoreError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.store import ClaimStore
 from tidemill.common.streams import (
     START,
     HeldTickets,
@@ -28,13 +28,15 @@ from tidemill.common.streams import (
     trim_before,
 )
 from tidemill.common.streams.departed import DepartedProcesses
-from tidemill.common.streams.selection import StreamName
-from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import Lane
+from tidemill.common.wire.keys import ROLLOUT_GROUP, StreamName
+from tidemill.common.wire.messages import CLAIMS_FOLDER, Lane
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler
 from tidemill.services.trainer.durable.archive_requests import ArchiveRequests, claims_in
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.durable.waiting import on_disk
+
+if TYPE_CHECKING:
+    from tidemill.common.store import ClaimStore
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +54,8 @@ class Trimmer:
         self.archives = context.config.streams.archive.enabled
         self.archived = ArchivedHistory(context)
         self.requests = ArchiveRequests(context, self._trim_archived)
-        self._claims = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
+        self._claims: ClaimStore | None = None
+        """The payloads of large trajectories; None while the run has none."""
         self.first_ticket = 0
         """Tickets below it were settled at the oldest checkpoint that a trainer may restore."""
         self._below: dict[StreamName, str] = {}
@@ -173,15 +176,27 @@ class Trimmer:
         """Remove the payloads of settled tickets. Those stay that an entry in Redis claims, or one that was
         archived without its payload. While the store is down all stay."""
         try:
-            settled = await self._claims.threads.run(self._claims.settled, self.first_ticket)
+            claims = await self.context.outside.run(self._open_claims)
+            if claims is None:
+                return
+            settled = await claims.threads.run(claims.settled, self.first_ticket)
             if settled:
                 key = self.context.keys.trajectories()
                 claimed = {claim.pointer async for claim in claims_in(self.context.broker, key)}
                 # After Redis: an entry is archived before it is trimmed.
                 claimed |= await self.context.outside.run(self._bare_claims)
-                await self._claims.threads.run(self._claims.remove, settled - claimed)
+                await claims.threads.run(claims.remove, settled - claimed)
         except (OSError, StoreError, ArchiveError) as error:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
+
+    def _open_claims(self) -> "ClaimStore | None":
+        url = self.context.config.streams.claim_check_url
+        folder = self.context.run_dir / CLAIMS_FOLDER
+        if self._claims is None and (url or folder.is_dir()):
+            from tidemill.common.store import ClaimStore
+
+            self._claims = ClaimStore(self.context.run_dir, url=url)
+        return self._claims
 
     def _bare_claims(self) -> set[str]:
         """Pointers that the archive still needs: their payloads were missing when it was written."""

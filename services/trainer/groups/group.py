@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
+from tidemill.common.streams.recorded_group import RecordedGroup
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.sample import Sample, make_sample
 

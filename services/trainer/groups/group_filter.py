@@ -5,12 +5,12 @@ replaced.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
+from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT
 from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
 from tidemill.common.wire.sampling import FILTER_NAMES
@@ -20,10 +20,12 @@ from tidemill.services.trainer.groups.sample import (
     fill_teacher,
     has_masks,
     mask_of_whole_turns,
-    missing_mask,
     sampled_mask,
     turn_ends,
 )
+
+if TYPE_CHECKING:
+    from tidemill.common.wire.routes import Routing
 
 STALE = "stale"
 ZERO_VARIANCE = "zero_variance"
@@ -185,6 +187,8 @@ class GroupFilter:
     def _find_choices_fault(self, trajectory: Trajectory, are_masked: bool) -> str:
         """Which recorded choices of the engine (routes, sampling masks) the sample lacks; empty for none."""
         if self.routing is not None:
+            from tidemill.common.wire.routes import find_routes_fault
+
             routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
             if routes is None:
                 return "the engine recorded no routes, or not of every token"
@@ -192,6 +196,8 @@ class GroupFilter:
             if problem:
                 return problem
         if are_masked and not trajectory.is_greedy:
+            from tidemill.services.trainer.groups.choices import missing_mask
+
             return missing_mask(trajectory)
         return ""
 

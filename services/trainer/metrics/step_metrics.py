@@ -5,7 +5,6 @@ Means over tokens are means over the whole step, never means of means.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
 
 import numpy as np
 import structlog
@@ -14,10 +13,9 @@ from numpy.typing import NDArray
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
-from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.sample import Sample, num_sampled
+from tidemill.services.trainer.groups.sample import num_sampled
 from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult
 
@@ -43,7 +41,7 @@ def step_metrics(
     queued = [s for group in rewarded for s in group.queued_s.values()]
     sampled = [t for group in groups for t in group.sampled]
     lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
-    staleness = _staleness(step, groups)
+    staleness = count_staleness(step, groups)
     rows = [row for t in (*trajectories, *demonstrations) for row in t.token_rows]
     sums = result.sums
     updates = result.updates
@@ -52,15 +50,13 @@ def step_metrics(
         "completion_tokens": float(lengths.sum() + sum(map(num_sampled, demonstrations))),
         "step_tokens": float(sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)),
         "staleness/max": float(max(staleness, default=0)),
-        "staleness/mean": _mean_staleness(staleness),
+        "staleness/mean": mean_staleness(staleness),
         **staleness_shares(staleness),
         "groups_dropped": float(num_dropped),
         "groups_dropped_ratio": num_dropped / (num_dropped + len(groups)),
         "step_time_s": step_time_s,
         **stage_metrics(trajectories, scores, queued),
-        **session_metrics(trajectories),
-        **source_metrics(step, groups, success_threshold),
-        **_teacher_metrics(result.samples),
+        **_metrics_of_options(step, result, trajectories, success_threshold),
         **loss_metrics(sums),
         **result.coefficients,
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
@@ -68,6 +64,28 @@ def step_metrics(
         "update_skipped": float(np.mean([update.skipped for update in updates])),
         "mini_batches": float(len(result.mini_batches)),
         "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
+    }
+
+
+def _metrics_of_options(
+    step: int, result: StepResult, trajectories: Sequence[Trajectory], success_threshold: float
+) -> dict[str, float]:
+    """Of sessions, sources and teachers, where the step has them."""
+    has_sessions = any(trajectory.session for trajectory in trajectories)
+    has_sources = any(t.source for group in result.groups for t in group.trajectories.values())
+    has_teachers = any(sample.teacher for sample in result.samples)
+    if not (has_sessions or has_sources or has_teachers):
+        return {}
+    from tidemill.services.trainer.metrics.option_metrics import (
+        session_metrics,
+        source_metrics,
+        teacher_metrics,
+    )
+
+    return {
+        **session_metrics(trajectories),
+        **source_metrics(step, result.groups, success_threshold),
+        **teacher_metrics(result.samples),
     }
 
 
@@ -153,71 +171,7 @@ def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
     return float(total_s)
 
 
-def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over sessions, and shares over all their tokens, calls or prompts; nothing without sessions.
-
-    The share of cached prompt tokens is over turns whose engine reports it, and left out without any.
-    """
-    played = [(t, t.session) for t in trajectories if t.session is not None]
-    if not played:
-        return {}
-    segments = [segment for t, _ in played for segment in t.segments]
-    turns = [turn for segment in segments for turn in segment.turns]
-    num_completion = sum(len(segment.completion_ids) for segment in segments)
-    num_calls = sum(turn.num_calls for turn in turns)
-    reporting = [turn for turn in turns if turn.num_cached_tokens >= 0]
-    num_known = sum(turn.num_prompt_tokens for turn in reporting)
-    numbers = {
-        "sessions/mean_turns": len(turns) / len(played),
-        "sessions/mean_segments": len(segments) / len(played),
-        "sessions/environment_tokens_share": 1.0
-        - sum(num_sampled(t) for t, _ in played) / max(num_completion, 1),
-        "sessions/tool_calls": num_calls / len(played),
-        "sessions/wrong_calls_share": sum(turn.num_wrong_calls for turn in turns) / max(num_calls, 1),
-        "sessions/faults": float(sum(session.num_faults for _, session in played)),
-        "sessions/engine_s": sum(turn.engine_s for turn in turns) / len(played),
-        "sessions/environment_s": sum(turn.environment_s for turn in turns) / len(played),
-    }
-    for end in get_args(SessionEnd):
-        numbers[f"sessions/ended_{end}"] = float(np.mean([session.end == end for _, session in played]))
-    if num_known:
-        numbers["sessions/cached_prompt_share"] = (
-            sum(turn.num_cached_tokens for turn in reporting) / num_known
-        )
-    return numbers
-
-
-def source_metrics(step: int, groups: Sequence[Group], success_threshold: float) -> dict[str, float]:
-    """For each source that the step trained on: groups, means over completions, staleness of trained tokens;
-    for demonstrations only groups and length. A run of one training set without a name has none.
-
-    A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
-    """
-    by_source: defaultdict[str, list[Group]] = defaultdict(list)
-    for group in groups:
-        by_source[next(iter(group.trajectories.values())).source].append(group)
-    by_source.pop("", None)
-    numbers: dict[str, float] = {}
-    for name, of_source in sorted(by_source.items()):
-        numbers[f"source/{name}/groups"] = float(len(of_source))
-        if of_source[0].is_demonstration:
-            completions = [t for group in of_source for t in group.trajectories.values()]
-            numbers[f"source/{name}/mean_length"] = float(np.mean(list(map(num_sampled, completions))))
-            continue
-        rewards = np.concatenate([group.rewards for group in of_source])
-        staleness = _staleness(step, of_source)
-        numbers |= {
-            f"source/{name}/reward": float(rewards.mean()),
-            f"source/{name}/pass_rate": float((rewards >= success_threshold).mean()),
-            f"source/{name}/mean_length": float(
-                np.mean([num_sampled(t) for group in of_source for t in group.sampled])
-            ),
-            f"source/{name}/staleness": _mean_staleness(staleness),
-        }
-    return numbers
-
-
-def _staleness(step: int, groups: Sequence[Group]) -> Counter[int]:
+def count_staleness(step: int, groups: Sequence[Group]) -> Counter[int]:
     """How many trained tokens of these groups are so many steps old: {0: 900, 1: 50}."""
     staleness: Counter[int] = Counter()
     for group in groups:
@@ -227,7 +181,7 @@ def _staleness(step: int, groups: Sequence[Group]) -> Counter[int]:
     return staleness
 
 
-def _mean_staleness(staleness: Counter[int]) -> float:
+def mean_staleness(staleness: Counter[int]) -> float:
     total = sum(age * num_tokens for age, num_tokens in staleness.items())
     return total / max(staleness.total(), 1)
 
@@ -274,33 +228,6 @@ def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:
             if value is not None:
                 values[name].append(value)
     return values
-
-
-def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`teacher/<name>/reverse_kl` of each teacher: the mean of log p_rollout - log p_teacher over the trained
-    tokens of its samples, an estimate of KL(rollout || teacher) a token; and the number of these tokens.
-
-    Samples with sampling masks are left out of the mean: their rollout logprobs are over other ids than the
-    teacher's. `teacher_kl` of the loss has them.
-    """
-    taught = [sample for sample in samples if sample.teacher]
-    if not taught:
-        return {}
-    from tidemill.services.trainer.algorithm.advantages.teacher import log_ratios
-
-    gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
-    num_tokens: Counter[str] = Counter()
-    for sample in taught:
-        num_tokens[sample.teacher] += sample.num_trained
-        if sample.kept is None:
-            gaps[sample.teacher].append(log_ratios(sample))
-    metrics: dict[str, float] = {}
-    for name in sorted(num_tokens):
-        metrics[f"teacher/{name}/tokens"] = float(num_tokens[name])
-        if name in gaps:
-            gap_N = np.concatenate(gaps[name])
-            metrics[f"teacher/{name}/reverse_kl"] = float(gap_N.mean()) if len(gap_N) else 0.0
-    return metrics
 
 
 def _std(values: Sequence[float] | NDArray[np.float64]) -> float:

@@ -9,13 +9,11 @@ in the compute dtype, and its gradient), once for all chunks.
 Shape legend: N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -52,107 +50,14 @@ PLAIN = Scaling()
 Scored = tuple[Tensor, Tensor, Tensor]
 """Logprobs and entropies of N tokens, and the log-probability of the kept ids together, 0 if all are kept."""
 
-PADDED_ELEMENTS = 1 << 22
-PADDED_SHARE = 16
-"""Kept ids of a chunk are padded to its widest row while that makes no more elements than the first, or than
-one in so many of its logits. A single wide row would make as many as there are logits."""
 
-
-class KeptLogits(NamedTuple):
-    """The kept ids of R tokens of a chunk, and their logits or logprobs; K is the most that a token has.
-
-    Replays top-p, top-k and min-p as the engine applied them: a target's logprob is x[target] -
-    logsumexp(x[ids]), with x the logits or the logprobs.
-    """
-
-    rows: NDArray[np.int64] | None
-    """Which tokens of the chunk, [R]; None: all, in order."""
-    ids_RK: Tensor
-    values_RK: Tensor
-    """-inf behind a token's last id. A token without kept ids has a single 0, so its logsumexp is 0."""
-
-    @classmethod
-    def of(cls, values_CV: Tensor, kept: Rows) -> Iterator["KeptLogits"]:
-        """All tokens of a chunk at once, or some at a time, so that padding to the widest row stays small."""
-        counts = count_kept(kept)
-        most = max(PADDED_ELEMENTS, values_CV.numel() // PADDED_SHARE)
-        if len(counts) * counts.max(initial=1) <= most:
-            yield cls._of_rows(values_CV, kept, None)
-            return
-        for rows in split_by_width(counts, most):
-            yield cls._of_rows(values_CV, kept, rows)
-
-    @classmethod
-    def _of_rows(cls, values_CV: Tensor, kept: Rows, rows: NDArray[np.int64] | None) -> "KeptLogits":
-        kept = kept if rows is None else kept.take(rows)
-        counts = count_kept(kept)
-        is_id = np.arange(counts.max(initial=1)) < counts[:, None]
-        ids = np.zeros(is_id.shape, dtype=np.int64)
-        ids[is_id] = kept.values  # row by row, in their order
-        device = values_CV.device
-        ids_RK = torch.from_numpy(ids).to(device)
-        is_id_RK = torch.from_numpy(is_id).to(device)
-        if rows is None:
-            gathered_RK = values_CV.gather(-1, ids_RK)
-        else:
-            gathered_RK = values_CV.flatten().take(_flat_places(rows, ids_RK, values_CV.shape[1]))
-        values_RK = gathered_RK.masked_fill(~is_id_RK, -torch.inf)
-        first_R = values_RK[:, 0].masked_fill(~is_id_RK[:, 0], 0.0)
-        return cls(rows, ids_RK, torch.cat([first_R[:, None], values_RK[:, 1:]], dim=-1))
-
-    def add_to(self, totals_CV: Tensor, added_RK: Tensor) -> None:
-        """Add a number for each kept id, in place."""
-        if self.rows is None:
-            totals_CV.scatter_add_(1, self.ids_RK, added_RK)
-        else:
-            places_RK = _flat_places(self.rows, self.ids_RK, totals_CV.shape[1])
-            totals_CV.view(-1).scatter_add_(0, places_RK.flatten(), added_RK.flatten())
-
-    def of_rows(self, values_C: Tensor) -> Tensor:
-        """Numbers of the chunk's tokens, of these. Shape [R]."""
-        return values_C if self.rows is None else values_C[torch.from_numpy(self.rows).to(values_C.device)]
-
-
-def count_kept(kept: Rows) -> NDArray[np.int64]:
-    """How many ids each token has. Shape [C]."""
-    assert kept.offsets is not None, "rows of kept ids have different lengths"
-    return np.diff(kept.offsets).astype(np.int64)
-
-
-def split_by_width(counts: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """Rows of these lengths in parts, the widest first, each of them padded to its widest row: at most half
-    of it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then
-    rows 2 and 0."""
-    order = np.argsort(-counts, kind="stable")
-    widths = counts[order].clip(min=1)
-    start = 0
-    while start < len(order):
-        width = int(widths[start])
-        # Widths fall: how many rows come before the first of less than half.
-        num_half = int(np.searchsorted(-widths, -width / 2, side="right"))
-        end = min(start + max(1, most // width), num_half)
-        yield order[start:end]
-        start = end
-
-
-def _flat_places(rows: NDArray[np.int64], ids_RK: Tensor, vocabulary: int) -> Tensor:
-    """Where the ids of these rows are in a flat [C * V]. Shape [R, K]."""
-    return ids_RK + torch.from_numpy(rows * vocabulary).to(ids_RK.device)[:, None]
-
-
-def kept_log_mass(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
-    """The logarithm of the kept ids' probability; 0 for a token without any. Shape [C]."""
+def log_mass_of(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
+    """The logarithm of the kept ids' probability; 0 where sampling kept all. Shape [C]."""
     if kept is None:
         return logprobs_CV.new_zeros(len(logprobs_CV))
-    rows: list[NDArray[np.int64]] = []
-    masses: list[Tensor] = []
-    for rows_of_kept in KeptLogits.of(logprobs_CV, kept):
-        masses.append(rows_of_kept.values_RK.logsumexp(-1))
-        if rows_of_kept.rows is None:
-            return masses[0]
-        rows.append(rows_of_kept.rows)
-    in_order_C = torch.from_numpy(np.argsort(np.concatenate(rows))).to(logprobs_CV.device)
-    return torch.cat(masses)[in_order_C]
+    from tidemill.services.trainer.policy.kept_ids import kept_log_mass
+
+    return kept_log_mass(logprobs_CV, kept)
 
 
 def score_logits(
@@ -176,7 +81,7 @@ def score_logits(
         logits_CV = logits_CV.index_fill(-1, banned_ids, -torch.inf)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    log_mass_C = kept_log_mass(logprobs_CV, kept)
+    log_mass_C = log_mass_of(logprobs_CV, kept)
     targets = targets - log_mass_C
     if entropy_gradient:
         # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
@@ -390,7 +295,7 @@ def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Opti
     logits_CV, _ = _scaled_logits(hidden_CH, head, options)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    log_mass_C = kept_log_mass(logprobs_CV, options.kept)
+    log_mass_C = log_mass_of(logprobs_CV, options.kept)
     p_CV = torch.exp(logprobs_CV, out=logits_CV)  # in the memory of the logits
     entropies_C = logprobs_CV.mul_(p_CV).nansum(-1).neg()  # 0 * -inf counts as 0
     return (targets - log_mass_C, entropies_C, log_mass_C), p_CV
@@ -405,6 +310,8 @@ def _chunk_gradient(
     of_logprobs_C, of_entropies_C, of_mass_C = scaled
     of_whole_C = of_logprobs_C
     if options.kept is not None:
+        from tidemill.services.trainer.policy.kept_ids import KeptLogits, count_kept
+
         has_ids_C = torch.from_numpy(count_kept(options.kept) > 0).to(of_logprobs_C.device)
         of_whole_C = torch.where(has_ids_C, of_mass_C, of_logprobs_C)
     if options.entropy_gradient:

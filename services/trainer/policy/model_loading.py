@@ -8,13 +8,21 @@ device that is not there is a ConfigError.
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.common.config.run import ModelConfig
@@ -23,16 +31,20 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.layers import outermost
-from tidemill.services.trainer.weights.pretrained import (
-    PretrainedWeights,
-    UnclearError,
-    auto_class,
-    give_storage,
-    open_pretrained,
-)
 from tidemill.services.trainer.weights.store import model_tensors
 
+if TYPE_CHECKING:
+    from tidemill.services.trainer.weights.pretrained import PretrainedWeights
+
 log = structlog.get_logger(__name__)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes the model of a configuration: a causal language model, or, where
+    that is a part of one, the whole model that reads pictures too."""
+    is_part = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None
+    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is not None
+    return AutoModelForImageTextToText if is_part and sees else AutoModelForCausalLM
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
@@ -84,6 +96,8 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     # transformers reads weights into the CPU's memory; for a GPU that is one copy more than is needed.
     model, weights = open_model(config, device, reads_later=device.type != "cpu")
     if weights is not None:
+        from tidemill.services.trainer.weights.pretrained import give_storage
+
         give_storage(model, device)
         weights.fill(model_tensors(model))
     return model
@@ -91,7 +105,7 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
 
 def open_model(
     config: ModelConfig, device: torch.device, reads_later: bool = True
-) -> tuple[PreTrainedModel, PretrainedWeights | None]:
+) -> "tuple[PreTrainedModel, PretrainedWeights | None]":
     """Like `load_model`, but without weights, and the object that fills it. With weights and None if not
     `reads_later`, or where it is not clear which elements of the files are the model's."""
     try:
@@ -125,9 +139,12 @@ def open_model(
 
 def _open_empty(
     path: str, config: PreTrainedConfig, options: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights] | None:
+) -> "tuple[PreTrainedModel, dict[str, Any], PretrainedWeights] | None":
+    # Not on a CPU: there transformers puts the weights where they stay.
+    from tidemill.services.trainer.weights.pretrained import UnclearError, open_pretrained
+
     try:
-        return open_pretrained(path, config, **options)
+        return open_pretrained(path, config, auto_class(config), **options)
     except UnclearError as error:
         log.warning("the whole model is read before it goes to its device", path=path, reason=str(error))
         return None

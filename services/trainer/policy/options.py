@@ -28,10 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers, is_mixture
-from tidemill.common.wire.choices import Routing
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
@@ -41,6 +39,8 @@ from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.tile import Row, Tile
 
 if TYPE_CHECKING:
+    from tidemill.common.config.images import ImagesConfig
+    from tidemill.common.wire.routes import Routing
     from tidemill.services.trainer.policy.forward import TokenScorer
 
 
@@ -49,7 +49,7 @@ class PictureSettings:
     """Where pictures of prompts are, and what processes them."""
 
     model_path: str
-    images: ImagesConfig
+    images: "ImagesConfig"
     run_dir: Path
     store_url: str = ""
     """An object store in place of the run's folder."""
@@ -113,7 +113,7 @@ class PolicyOption:
 
     processor = ""
     """Name and digest of what makes pixels of pictures, for commits."""
-    routing: Routing | None = None
+    routing: "Routing | None" = None
     """The routers that are given the engine's experts: the policy's own `routing`."""
     reads_hidden = False
     """Whether `columns_of` needs `hidden_NH` of a tile."""

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from tidemill.common.process.activity import Activity
-from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
@@ -37,6 +35,8 @@ from tidemill.services.trainer.weights.store import WeightState
 
 if TYPE_CHECKING:
     from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
+    from tidemill.common.wire.routes import Routing
+    from tidemill.services.trainer.algorithm.coefficients import Coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Policy(Protocol):
         """Most tokens of a bin, and bins of a micro-batch; also where `auto` chose them."""
 
     @property
-    def routing(self) -> Routing | None:
+    def routing(self) -> "Routing | None":
         """The routers that are given the experts which the engine chose, so that samples need their routes;
         None where nothing is replayed."""
 
@@ -84,8 +84,8 @@ class Policy(Protocol):
         where there is nothing to train on (no gradient, or a denominator of 0), and where the gradient norm
         is not finite."""
 
-    def coefficients(self) -> Coefficients:
-        """The coefficients that the next micro-batch is trained with."""
+    def coefficients(self) -> "Coefficients":
+        """The coefficients that the next micro-batch is trained with. Called only where some are adaptive."""
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
         """Move the adaptive coefficients at the end of a step, by its KL and entropy (means over tokens)."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tidemill.services.trainer.groups.choices import without_choices
 from tidemill.services.trainer.groups.columns import SampleColumns
-from tidemill.services.trainer.groups.sample import Sample, without_choices
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.options import OptionSettings, PolicyCore, PolicyOption
 from tidemill.services.trainer.policy.state import PolicyState

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import count_experts, find_routers, is_mixture, parts_of
-from tidemill.common.wire.choices import Routing
+from tidemill.common.wire.routes import Routing
 from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting, rerouted
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums
 from tidemill.services.trainer.groups.micro_batch import MicroBatch

@@ -20,7 +20,6 @@ from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.images import Image
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.sample import Routes
 from tidemill.services.trainer.groups.trie import (
     Indices,
     Node,
@@ -33,6 +32,7 @@ from tidemill.services.trainer.policy.trees import TREE, Tree
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
+    from tidemill.services.trainer.groups.choices import Routes
     from tidemill.services.trainer.policy.columns import Columns
 
 NOT_MADE = torch.empty(0, dtype=torch.long)
@@ -64,7 +64,7 @@ class Row:
     """[N]."""
     kept: Rows | None = None
     """[N], the ids that each target was sampled from; `Rows` are no rows of a tile (`wire/choices.py`)."""
-    routes: Routes | None = None
+    routes: "Routes | None" = None
     """Routes of at least the row's tokens."""
     images: tuple[Image, ...] = ()
     """Pictures that some of its tokens stand for."""

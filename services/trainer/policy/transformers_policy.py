@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.choices import Routing
-from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import find_loss, policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.groups.columns import SampleColumns
@@ -67,6 +66,8 @@ from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
 if TYPE_CHECKING:
+    from tidemill.common.wire.routes import Routing
+    from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
     from tidemill.services.trainer.policy.profiling import CallProfiler
 
 T = TypeVar("T")
@@ -75,6 +76,15 @@ T = TypeVar("T")
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """A list for each group, whose samples are neighbours."""
     return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
+
+
+def _adaptive_coefficients(algorithm: AlgorithmConfig) -> "CurrentCoefficients | None":
+    """None where none is adaptive: they are then those of the config."""
+    if not algorithm.is_adaptive:
+        return None
+    from tidemill.services.trainer.algorithm.coefficients import CurrentCoefficients
+
+    return CurrentCoefficients(algorithm)
 
 
 def load_policy(config: RunConfig, run_dir: Path | None = None) -> "TransformersPolicy":
@@ -139,7 +149,7 @@ class TransformersPolicy(ExportsWeights):
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
-        self._coefficients = CurrentCoefficients(algorithm)
+        self._coefficients = _adaptive_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
         settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes, pictures)
         self.options = load_options(settings, model)
@@ -211,7 +221,7 @@ class TransformersPolicy(ExportsWeights):
         return next((option.processor for option in self.options if option.processor), "")
 
     @property
-    def routing(self) -> Routing | None:
+    def routing(self) -> "Routing | None":
         for option in self.options:
             if option.routing is not None:
                 return option.routing
@@ -319,7 +329,7 @@ class TransformersPolicy(ExportsWeights):
 
     def _train_tile(self, tile: Tile, number: int, batch_tokens: BatchTokens) -> TileSums:
         """Add the gradient of the plan's tile of this number; return its sums, still on the device."""
-        algorithm = self._coefficients.algorithm
+        algorithm = self._coefficients.algorithm if self._coefficients else self._config.algorithm
         tile = self.scorer.score(
             tile,
             self._temperature,
@@ -381,11 +391,13 @@ class TransformersPolicy(ExportsWeights):
         # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
-    def coefficients(self) -> Coefficients:
+    def coefficients(self) -> "Coefficients":
+        assert self._coefficients is not None, "they are adaptive"
         return self._coefficients.current
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        self._coefficients.adapt(kl, entropy, num_samples)
+        if self._coefficients is not None:
+            self._coefficients.adapt(kl, entropy, num_samples)
 
     def hold_weights(self) -> None:
         """Copy what is trained, in master precision on its device."""
@@ -502,7 +514,8 @@ class TransformersPolicy(ExportsWeights):
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         values = {"policy": "transformers", "updates": self._num_updates}
-        values |= self._coefficients.as_values()
+        if self._coefficients is not None:
+            values |= self._coefficients.as_values()
         for option in self.options:
             values |= option.state().values
         return PolicyState(tensors, values)
@@ -528,7 +541,8 @@ class TransformersPolicy(ExportsWeights):
         for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
-        self._coefficients.begin(values.get("coefficients"))
+        if self._coefficients is not None:
+            self._coefficients.begin(values.get("coefficients"))
         torch.set_rng_state(state.read("rng.cpu").cpu())
         if self.device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self.device)

@@ -22,10 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -40,14 +36,6 @@ from tidemill.services.trainer.weights.store import digest_in_order, model_tenso
 
 CHUNK = 1 << 20
 """Elements read at once."""
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes the model of a configuration: a causal language model, or, where
-    that is a part of one, the whole model that reads pictures too."""
-    is_part = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None
-    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is not None
-    return AutoModelForImageTextToText if is_part and sees else AutoModelForCausalLM
 
 
 class UnclearError(Exception):
@@ -129,10 +117,10 @@ def _read(opened: FileIO, file: TensorInFile, start: int, stop: int) -> Tensor:
 
 
 def open_pretrained(
-    path: str, config: PreTrainedConfig, **options: Any
+    path: str, config: PreTrainedConfig, auto_class: Any, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights]:
     """The model without its weights, what transformers says of loading it, and where its weights are.
-    Buffers that are not in the files have their values.
+    Buffers that are not in the files have their values. `auto_class` makes models of such a configuration.
 
     Raises:
         UnclearError: it is not known where the files have the weights.
@@ -142,7 +130,7 @@ def open_pretrained(
     files = _find_tensors(path, config)
     # Made for its class alone: nothing is allocated.
     with torch.device("meta"):
-        model_class: Any = type(auto_class(config).from_config(config))
+        model_class: Any = type(auto_class.from_config(config))
     # A config may have several parts, such as text and vision: some classes take the text's part alone.
     own_config = config if isinstance(config, model_class.config_class) else config.get_text_config()
     try:

@@ -8,7 +8,7 @@ What changed is kept until it is written, and the digest follows from it. A shad
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tidemill.common.weights.bits import Bits, TensorInfo
-from tidemill.common.weights.delta import DeltaWriter
 from tidemill.common.weights.digest import Digest, DigestSum, header_digest
 from tidemill.services.trainer.weights.exported import ExportPlan, exported_dtype
+
+if TYPE_CHECKING:
+    from tidemill.common.weights.delta import DeltaWriter
 
 NUM_BUFFERS = 2
 """One is filled while the other is used."""
@@ -263,7 +265,7 @@ class Shadow:
         """Have later writes wait for the last `compare`; called by the thread that called it."""
         self._copies.follow(self._held.values())
 
-    def write_changes(self, writer: DeltaWriter) -> None:
+    def write_changes(self, writer: "DeltaWriter") -> None:
         # `runs` has the values of each change that lacks its own, in the order of the changes.
         dense = (self._bits(c.piece, c.offset, c.count) for c in self._changes if c.values is None)
         runs = self._copies.read(dense)

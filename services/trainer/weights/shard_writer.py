@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tidemill.common.weights.bits import safetensors_layout
-from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.weights.digest import Digest
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.weights.exported import plan_export
@@ -98,6 +97,9 @@ class ShardWriter:
         return tuple(WeightFile.model_validate(file) for file in written)
 
     def _write_delta(self, folder: Path) -> dict[str, Any]:
+        # Versions of a float32 model are all full. Read here, in the thread that writes.
+        from tidemill.common.weights.delta import DeltaWriter, delta_name
+
         writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
         self.shadow.write_changes(writer)
         file = writer.write()

@@ -43,8 +43,7 @@ from tidemill.common.run.weight_files import (
     verified_files,
     version_name,
 )
-from tidemill.common.weights.delta import ENCODING
-from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.wire.messages import DELTA_ENCODING, WeightFile, WeightManifest
 
 log = structlog.get_logger(__name__)
 
@@ -248,7 +247,7 @@ class WeightStore:
             return manifest
         return manifest.model_copy(
             update={
-                "encoding": ENCODING,
+                "encoding": DELTA_ENCODING,
                 "parent": parent.version,
                 "parent_digest": parent.digest,
                 "base": parent.base if parent.is_delta else parent.version,

@@ -33,9 +33,9 @@ from tidemill.common.streams import (
     ensure_group,
     group_status,
     length,
-    remove_entries,
     scan,
 )
+from tidemill.common.streams.requeueing import remove_entries
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.rewards import make_sample
 from tests.support.waiting import wait_until
-from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome

@@ -13,7 +13,7 @@ import pytest
 from tests.support.misbehaving import MisbehavingServer, answers, hangs, says
 from tests.support.rewards import announce_replica
 from tests.support.waiting import wait_until
-from tidemill.common.config import ServersConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process import heartbeats
 from tidemill.common.process.heartbeats import publish_heartbeat
 from tidemill.common.process.replicas import read_replicas

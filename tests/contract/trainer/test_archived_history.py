@@ -62,6 +62,37 @@ async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
     assert [c.step async for c in history.messages(StreamName.COMMITS, Commit)] == list(range(6))
 
 
+async def test_a_run_that_begins_reads_no_history_and_one_that_goes_on_does(
+    make, broker, keys, answers, archives_at_once, monkeypatch
+):
+    read = ArchivedHistory.read
+    reads: list[str] = []
+
+    def counted(archived: ArchivedHistory) -> History:
+        reads.append("history")
+        return read(archived)
+
+    monkeypatch.setattr(ArchivedHistory, "read", counted)
+    await crash_after_commit(make(**TIGHT), 1)
+    assert not reads, "there was neither a ticket nor a commit"
+    await run(make(**TIGHT))
+    assert reads
+    assert [commit.step for commit in await commits_of(broker, keys)] == list(range(6))
+
+
+async def test_a_run_begins_where_neither_redis_nor_the_archive_has_had_a_ticket_or_a_commit(
+    make, broker, keys
+):
+    context = make(**TIGHT)
+    archived = ArchivedHistory(context)
+    assert await archived.is_empty()
+    await broker.execute("XADD", keys.prompts(), "1-0", "odd", b"x")
+    assert not await archived.is_empty()
+    await archive(broker, keys, context.run_dir, StreamName.PROMPTS)
+    await broker.execute("DEL", keys.prompts())
+    assert not await archived.is_empty(), "the archive has it"
+
+
 @pytest.mark.parametrize("loss", ["the disk", "the last file", "a file in the middle", "bytes of a file"])
 async def test_what_is_missing_is_said_before_anything_is_trained(
     make, broker, keys, answers, archives_at_once, monkeypatch, loss

@@ -8,6 +8,7 @@ import pytest
 from tests.support.numbered import append_numbered
 from tests.support.training import lose_tail, make_plan, make_prompts, messages, trainer_config
 from tidemill.common.errors import TidemillError
+from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append, append_missing, entry_id_of, read_range
 from tidemill.common.wire.keys import Keys
@@ -119,20 +120,20 @@ class TestAfterACrash:
         await broker.execute("XADD", keys.prompts(), "5-7", "v", "9.0", "p", b"\x80")
         await first.admit(1)
         second = make(state)
-        adopted = await second.adopt_issued()
+        adopted = await second.adopt_issued(History(keys.run_id, None, broker))
         assert described(adopted) == [(4, 0, 0, 1), (5, 2, 1, -1), (6, 2, 1, -1)]
         assert second.state() == first.state()
         assert described(second.outstanding.values()) == described(first.outstanding.values())
         assert await second.admit(1) == []
         assert len(await tickets_of(broker, keys)) == 7
 
-    async def test_without_a_checkpoint_everything_is_adopted(self, make):
+    async def test_without_a_checkpoint_everything_is_adopted(self, make, broker, keys):
         first = make()
         second = make()
         await first.admit(0)
         await first.replace(0, 0)
         await first.replace(4, 0)
-        await second.adopt_issued()
+        await second.adopt_issued(History(keys.run_id, None, broker))
         assert second.state() == first.state()
         assert sorted(second.outstanding) == [1, 2, 3, 5]
 
@@ -194,7 +195,7 @@ class TestAfterRedisLostItsTail:
         await lose_tail(broker, keys.prompts(), entry_id_of(3))
         await restored.reissue_lost()
         second = make(state)
-        await second.adopt_issued()
+        await second.adopt_issued(History(keys.run_id, None, broker))
         assert second.state() == first.state()
 
     async def test_tickets_that_a_trainer_before_did_not_issue_again_are_found(self, make, broker, keys):

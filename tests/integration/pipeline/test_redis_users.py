@@ -33,8 +33,9 @@ from tests.support.servers import (
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import ARCHIVE_FOLDER
-from tidemill.common.config import RewardConfig, RunConfig, ServersConfig
+from tidemill.common.config import RewardConfig, RunConfig
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.errors import BrokerError
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker

@@ -25,8 +25,8 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import NamedRewardConfig, TeacherConfig
-from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig, TeacherConfig
 from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import append
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory

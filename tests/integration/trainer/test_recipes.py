@@ -142,7 +142,7 @@ import torch
 
 from infra.docs.config_page import as_markdown
 from tests.support.training import trainer_config
-from tidemill.common.config.data import SourceConfig
+from tidemill.common.config.sources import SourceConfig
 from tidemill.common.errors import EngineError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.decoding import SamplingBatch

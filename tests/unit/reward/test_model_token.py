@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tidemill.common.config import ServersConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process.json_api import TokenGate
 from tidemill.services.reward.model_server.__main__ import main
 from tidemill.services.reward.remote.servers import Replica, Servers

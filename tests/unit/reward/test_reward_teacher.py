@@ -10,7 +10,9 @@ from pydantic import ValidationError
 from tests.support.rewards import dependencies_of, together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
-from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import TeacherConfig
+from tidemill.common.config.servers import ServersConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus

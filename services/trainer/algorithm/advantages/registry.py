@@ -12,13 +12,6 @@ from tidemill.common.config.algorithms.table import ADVANTAGES
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import TrajectoryKey
-from tidemill.services.trainer.algorithm.advantages.shaping import (
-    discounts,
-    length_penalties,
-    overlong_reward,
-    shaped_reward,
-    token_rewards,
-)
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
 
@@ -70,6 +63,8 @@ class RewardsOfGroup:
 
     @property
     def discounts(self) -> list[Discount]:
+        from tidemill.services.trainer.algorithm.advantages.shaping import discounts
+
         return [discounts(sample, self._algorithm) for sample in self.samples]
 
     @property
@@ -108,6 +103,12 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
     return scope, advantage.estimate
 
 
+def is_shaped(algorithm: AlgorithmConfig) -> bool:
+    """Whether something is taken off the scores of samples before advantages are computed from them."""
+    has_penalty = algorithm.overlong.penalty > 0.0 or algorithm.length_penalty.is_on
+    return has_penalty or algorithm.kl.place == "reward"
+
+
 class Advantages:
     """The run's advantage function on samples.
 
@@ -134,6 +135,8 @@ class Advantages:
         penalties = self._shape(groups, of_step)
 
         def token_rewards_of(sample: Sample) -> Float64:
+            from tidemill.services.trainer.algorithm.advantages.shaping import token_rewards
+
             return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
 
         reward_groups = [
@@ -157,6 +160,19 @@ class Advantages:
     def _shape(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> dict[TrajectoryKey, float]:
         """Fill in shaped rewards. Returns the penalties of length within groups, by sample, if there are."""
         penalties: dict[TrajectoryKey, float] = {}
+        if not is_shaped(algorithm):
+            for group in groups:
+                for sample in group.samples:
+                    sample.shaped_reward = sample.reward
+                if group.baseline is not None:
+                    group.baseline.shaped_reward = group.baseline.reward
+            return penalties
+        from tidemill.services.trainer.algorithm.advantages.shaping import (
+            length_penalties,
+            overlong_reward,
+            shaped_reward,
+        )
+
         for group in groups:
             if algorithm.length_penalty.is_on:
                 costs = length_penalties(group.samples, algorithm)

@@ -27,8 +27,9 @@ from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.images import Image
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
+from tidemill.services.trainer.groups.choices import Routes
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
-from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
+from tidemill.services.trainer.groups.sample import Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.columns import cut_tile

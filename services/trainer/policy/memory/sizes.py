@@ -24,9 +24,8 @@ from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
 from tidemill.services.trainer.policy.layers import layers_of, tower_of
-from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
+from tidemill.services.trainer.policy.model_loading import auto_class, compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
-from tidemill.services.trainer.weights.pretrained import auto_class
 from tidemill.services.trainer.weights.store import model_tensors
 
 USUAL_GPU = (9, 0)

@@ -12,7 +12,7 @@ from tests.support.trajectories import make_commit
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import ALL, History, Selection, StreamName
 from tidemill.common.history import history as history_module
-from tidemill.common.history.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
+from tidemill.common.run.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
 from tidemill.common.streams import append, entry_id_of, id_after, trim_before
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
 from tidemill.services.console.look.joins import read_group

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.support.trajectories import make_config
-from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config, rules
 from tidemill.common.config.changes import FIXED, changed_fields
+from tidemill.common.config.run import SPANNING_RULES
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
@@ -324,6 +326,11 @@ def fields(model: type[BaseModel], where: str = "") -> Iterator[tuple[str, Field
             yield from fields(kind, f"{where}{name}.")
         else:
             yield f"{where}{name}", field
+
+
+def test_every_file_of_rules_that_span_sections_has_a_row():
+    files = {file.name for file in iter_modules(rules.__path__)}
+    assert files == {row.file for row in SPANNING_RULES}
 
 
 def test_every_number_has_bounds_and_every_field_is_documented():

@@ -9,10 +9,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from tidemill.common.redis import scripts
+from tidemill.common.redis import lease_scripts, reward_scripts, scripts
 
 LUA = resources.files("tidemill.common.redis") / "lua"
 NAMES = sorted(file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name.endswith(".lua"))
+FUNCTIONS = {
+    name: function
+    for module in (scripts, lease_scripts, reward_scripts)
+    for name, function in inspect.getmembers(module, inspect.iscoroutinefunction)
+    if function.__module__ == module.__name__
+}
 NOT_OF_LUA = ("broker", "check")
 """Parameters of the functions that no script gets."""
 REPEATED = "..."
@@ -46,8 +52,8 @@ def bare(word: str) -> str:
 
 def parameters(name: str) -> dict[str, Any]:
     """The types of a function's parameters that a script gets, in order."""
-    hints = get_type_hints(getattr(scripts, name), include_extras=True)
-    signature = inspect.signature(getattr(scripts, name))
+    hints = get_type_hints(FUNCTIONS[name], include_extras=True)
+    signature = inspect.signature(FUNCTIONS[name])
     return {word: hints[word] for word in signature.parameters if word not in NOT_OF_LUA}
 
 
@@ -61,12 +67,7 @@ def is_counted(word: str, words: Sequence[str]) -> bool:
 
 
 def test_every_script_has_a_function() -> None:
-    functions = {
-        name
-        for name, value in vars(scripts).items()
-        if inspect.iscoroutinefunction(value) and value.__module__ == scripts.__name__
-    }
-    assert functions == set(NAMES)
+    assert set(FUNCTIONS) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +81,7 @@ def test_a_function_names_keys_and_arguments_as_its_script_does(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_optional_and_repeated_arguments_have_such_types(name: str) -> None:
-    signature = inspect.signature(getattr(scripts, name))
+    signature = inspect.signature(FUNCTIONS[name])
     for word in [*listed(name, "KEYS"), *listed(name, "ARGV")]:
         if is_counted(word, listed(name, "ARGV")):
             continue
@@ -145,9 +146,9 @@ def flat(values: Any) -> list[Any]:
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_call_has_everything_where_the_script_reads_it(name: str) -> None:
     values = {word: example_of(word, hint) for word, hint in parameters(name).items()}
-    is_list = str(inspect.signature(getattr(scripts, name)).return_annotation).startswith("list[")
+    is_list = str(inspect.signature(FUNCTIONS[name]).return_annotation).startswith("list[")
     broker = Recorder(REPLIES.get(name, [] if is_list else 1))
-    await getattr(scripts, name)(broker, **values)
+    await FUNCTIONS[name](broker, **values)
     expected: list[Any] = []
     words = listed(name, "ARGV")
     for word in words:
@@ -160,7 +161,7 @@ async def test_a_call_has_everything_where_the_script_reads_it(name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_that_a_script_replies_has_a_name(name: str) -> None:
-    kind = get_type_hints(getattr(scripts, name))["return"]
+    kind = get_type_hints(FUNCTIONS[name])["return"]
     kinds = [k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, IntEnum)]
     numbers = {int(number) for number in re.findall(r"(?:return|result =) (-?\d+)\b", code_of(name))}
     for enum in kinds:

@@ -8,8 +8,9 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import CodecError
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire import codec
-from tidemill.common.wire.choices import ROUTES_FAULT, Routing, Rows, find_routes_fault
+from tidemill.common.wire.choices import ROUTES_FAULT, Rows
 from tidemill.common.wire.messages import ChoiceRows, Choices, Trajectory, fault_of
+from tidemill.common.wire.routes import Routing, find_routes_fault
 
 KEPT = Rows.of_lists([[4, 7], [], [9]])
 ROUTES = Rows(np.arange(6 * 2 * 2, dtype=np.uint8).reshape(6, 2, 2))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.trajectories import make_commit
-from tidemill.common.config import CurriculumConfig
+from tidemill.common.config.sources import CurriculumConfig
 from tidemill.common.wire.messages import Commit, Outcome
 from tidemill.services.trainer.batch.curriculum import Curriculum, Deck
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource

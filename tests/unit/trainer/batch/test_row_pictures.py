@@ -20,8 +20,9 @@ from tidemill.common.images.processor import load_processor
 from tidemill.common.images.sources import ImageSource
 from tidemill.common.images.store import ImageStore
 from tidemill.common.wire.images import collapse
-from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, StreamedPrompts, encode_rows
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, encode_rows
 from tidemill.services.trainer.batch.row_pictures import RowPictures
+from tidemill.services.trainer.batch.streamed_prompts import StreamedPrompts
 
 FAMILY = "qwen2_5_vl"
 WORDS = ("w1", "w2", "user", "assistant")

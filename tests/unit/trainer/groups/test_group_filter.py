@@ -12,8 +12,9 @@ from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.streams import Entry
-from tidemill.common.wire.choices import KEPT, ROUTES, Routing, Rows, find_routes_fault
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Score, Trajectory
+from tidemill.common.wire.routes import Routing, find_routes_fault
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import (

@@ -19,9 +19,9 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.groups.sample import make_sample
+from tidemill.services.trainer.metrics.option_metrics import source_metrics
 from tidemill.services.trainer.metrics.step_metrics import (
     observe_step,
-    source_metrics,
     stage_metrics,
     staleness_shares,
     step_metrics,

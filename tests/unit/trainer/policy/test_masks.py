@@ -28,17 +28,13 @@ from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, SamplingParams
 from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
+from tidemill.services.trainer.groups.choices import missing_mask
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter
-from tidemill.services.trainer.groups.sample import Sample, missing_mask
-from tidemill.services.trainer.policy import head as head_module
-from tidemill.services.trainer.policy.head import (
-    KeptLogits,
-    Scaling,
-    kept_log_mass,
-    score_hidden,
-    split_by_width,
-)
+from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy import kept_ids as kept_ids_module
+from tidemill.services.trainer.policy.head import Scaling, score_hidden
+from tidemill.services.trainer.policy.kept_ids import KeptLogits, kept_log_mass, split_by_width
 from tidemill.services.trainer.policy.transformers_policy import by_group
 
 PLAIN_LOSS = {"normalisation": "token", "importance": {"mode": "off"}}
@@ -71,8 +67,8 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(
     kind, chunk, entropies, scaling, padded_elements, monkeypatch
 ):
     """Also where the rows of a chunk are padded apart, some of them or each by itself."""
-    monkeypatch.setattr(head_module, "PADDED_ELEMENTS", padded_elements)
-    monkeypatch.setattr(head_module, "PADDED_SHARE", 1 << 30)
+    monkeypatch.setattr(kept_ids_module, "PADDED_ELEMENTS", padded_elements)
+    monkeypatch.setattr(kept_ids_module, "PADDED_SHARE", 1 << 30)
     rng = np.random.default_rng(0)
     vocabulary = 37
     head = kind(8, vocabulary).double()

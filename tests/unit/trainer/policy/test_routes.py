@@ -29,7 +29,8 @@ from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
 from tidemill.services.trainer.algorithm.losses.sums import Sums, loss_metrics
 from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
-from tidemill.services.trainer.groups.sample import Sample, make_routes
+from tidemill.services.trainer.groups.choices import make_routes
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.memory.sizes import count_sizes
 

@@ -12,6 +12,7 @@ from tests.support.training import trainer_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.evaluation import pass_at_k
+from tidemill.services.trainer.service import find_best_version
 from tidemill.services.trainer.weights.best_version import BestVersion
 
 
@@ -60,6 +61,11 @@ def test_a_restart_finds_the_same_version_from_what_is_on_record(tmp_path):
     weights(tmp_path, 5, 19, 20)
     records = [record(0, 0.9), record(5, 0.7), record(20, 0.6), record(19, None)]
     assert BestVersion(tmp_path, "score", records).in_use == {5}, "the weights of version 0 are gone"
+    # A run that goes on without its evaluation sets keeps what it has found.
+    without_sets = trainer_config()
+    best = find_best_version(tmp_path, without_sets, records)
+    assert best is not None and best.in_use == {5}
+    assert find_best_version(tmp_path, without_sets, []) is None
 
 
 def test_a_version_that_will_be_trained_again_is_best_no_more(tmp_path):

@@ -21,8 +21,8 @@ from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
 from tidemill.common.weights import digest
 from tidemill.common.weights.bits import read_safetensors
-from tidemill.common.weights.delta import ENCODING, check_whole, write_whole
-from tidemill.common.wire.messages import WeightManifest
+from tidemill.common.weights.delta import check_whole, write_whole
+from tidemill.common.wire.messages import DELTA_ENCODING, WeightManifest
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.weights import shadow
 from tidemill.services.trainer.weights.shadow import HostCopies, Shadow
@@ -72,7 +72,7 @@ def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path)
         assert manifest.digest == policy.digest()
         assert_leads_there(tmp_path, manifest, policy)
     full = ("full", -1)
-    expected = [full, (ENCODING, 0), (ENCODING, 0), full, *[(ENCODING, 3)] * 3, full]
+    expected = [full, (DELTA_ENCODING, 0), (DELTA_ENCODING, 0), full, *[(DELTA_ENCODING, 3)] * 3, full]
     assert kinds(tmp_path, range(8)) == expected
 
 
@@ -84,7 +84,7 @@ def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path):
         change(policy, 0.05, version)
         write_version(store, version, policy)
     # 5 % of the values are about 7 % of the bytes: two deltas are more than a fifth, with their heads.
-    assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", ENCODING, ENCODING, "full"]
+    assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", DELTA_ENCODING, DELTA_ENCODING, "full"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
