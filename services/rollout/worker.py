@@ -337,6 +337,8 @@ class RolloutWorker(LaneWorker[Ticket]):
     ) -> tuple[Picture, ...]:
         """Pictures of a session, with their bytes: those of its ticket, and others, which were stored before
         the session named them. Raises like `_read_pictures`."""
+        if not images:
+            return ()
         files = {picture.image.digest: picture.png for picture in of_ticket}
         missing = [image for image in images if image.digest not in files]
         if missing:
@@ -569,6 +571,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             return sample
         if sample.choices is not None:
             sample = await with_choices_in(claims, sample)
+        if not claims.least_bytes:  # none is large: a thread would cost a tenth of a sample's time here
+            return sample
         try:
             published: Trajectory = await claims.threads.run(claims.check_in, sample)
         except (StorageError, StoreError) as error:

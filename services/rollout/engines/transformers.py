@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError, WeightsMismatchError
+from tidemill.common.process.allocator import keep_freed_memory
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
@@ -79,7 +80,10 @@ class TransformersEngine(ModelEngine):
             import torch
 
             torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
-            return load_model(self._config.model, self._config.images is not None)
+            model = load_model(self._config.model, self._config.images is not None)
+            if model.device.type == "cpu":
+                keep_freed_memory()
+            return model
 
         if self._config.images is not None:
             from tidemill.services.rollout.engines.images import PromptImages
