@@ -154,7 +154,7 @@ class DeltaWriter:
                 # Below WINDOW, so 32 bits hold them.
                 gaps = np.diff(window_positions, prepend=start).astype(GAP)
                 content = _planes(gaps) + _planes(window_values)
-                self._add(info, start, len(window_positions), True, content)
+                self._add(info, start, len(window_positions), content, is_sparse=True)
 
     def add_run(self, info: TensorInfo, start: int, values: Bits) -> None:
         """The values of consecutive elements, changed or not."""
@@ -163,8 +163,8 @@ class DeltaWriter:
         # One record for each window that the run reaches into.
         while first < end:
             stop = min(end, (first // WINDOW + 1) * WINDOW)
-            data = _planes(values[first - start : stop - start])
-            self._add(info, first, stop - first, data, is_sparse=False)
+            content = _planes(values[first - start : stop - start])
+            self._add(info, first, stop - first, content, is_sparse=False)
             first = stop
 
     def write(self) -> WeightFile:
@@ -182,7 +182,7 @@ class DeltaWriter:
                 num_bytes += len(data)
         return WeightFile(name=self.path.name, num_bytes=num_bytes, checksum=checksum.hexdigest())
 
-    def _add(self, info: TensorInfo, start: int, count: int, is_sparse: bool, content: bytes) -> None:
+    def _add(self, info: TensorInfo, start: int, count: int, content: bytes, *, is_sparse: bool) -> None:
         self._headers.append((info.name, info.dtype, info.shape, start, count, is_sparse))
         # Planes have few repeats other than runs: Huffman codes and runs alone (Z_RLE) are 3 times as fast.
         packer = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)

@@ -149,8 +149,7 @@ class Advantages:
             advantages = self._fill_returns(samples, advantages)
         try:
             for sample, advantage in zip(samples, advantages, strict=True):
-                is_one_number = isinstance(advantage, float)
-                sample.set_advantage(advantage if is_one_number else sample.spread(advantage))
+                sample.set_advantage(advantage if isinstance(advantage, float) else sample.spread(advantage))
             self._add_teachers(samples)
         except ValueError as error:
             raise TidemillError(
