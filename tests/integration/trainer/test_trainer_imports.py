@@ -69,6 +69,7 @@ OTHER_OPTIONS = (
     "common.redis.several_hosts",
     "common.run.special_tokens",
     "common.store",
+    "common.streams.backlog",
     "common.streams.consumer",
     "common.streams.references",
     "common.streams.requeueing",
