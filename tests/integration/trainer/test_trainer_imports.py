@@ -63,6 +63,7 @@ OTHER_OPTIONS = (
     "common.process.run_watch",
     "common.process.shortage",
     "common.process.users_code",
+    "common.redis.blocking_client",
     "common.redis.cluster",
     "common.redis.lease_scripts",
     "common.redis.reward_scripts",
