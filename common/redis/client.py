@@ -4,7 +4,6 @@ Credentials come from environment variables or from the address; no message ever
 """
 
 import os
-import socket
 import time
 from collections import deque
 from pathlib import Path
@@ -12,7 +11,6 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from redis import Redis as BlockingRedis
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -28,10 +26,6 @@ PASSWORD_VARIABLE = "TIDEMILL_REDIS_PASSWORD"  # the variable's name, not a pass
 CA_VARIABLE = "TIDEMILL_REDIS_CA"
 
 CONNECT_TIMEOUT_S = 5.0
-BLOCKING_TIMEOUT_S = 20.0
-"""How long a blocking client waits for an answer. RQ raises it for a worker that waits for jobs."""
-BLOCKING_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""A connection whose other end has vanished without a word is given up after 30 s. The last is in ms."""
 TLS_SCHEMES = ("rediss", "rediss+sentinel", "rediss+cluster")
 
 FORMS = (
@@ -59,36 +53,6 @@ def make_client(url: str) -> Client:
             f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
             f"put the password into {PASSWORD_VARIABLE}, or percent-encode it."
         ) from None
-
-
-def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
-    """A synchronous client for RQ; in a cluster, for one run. Its calls end, also on a connection that is
-    dead and was never closed.
-
-    Raises:
-        BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
-    """
-    if "+sentinel:" in url:
-        raise BrokerError(
-            f"{URL_VARIABLE} names Sentinels, which sandboxes (RQ) cannot follow. Give sandbox and reward "
-            "workers the address of the master, or of a proxy before it."
-        )
-    options = {**connection_options(url), **credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
-    options["socket_timeout"] = BLOCKING_TIMEOUT_S
-    if not url.startswith("unix:"):
-        # A worker waits for jobs for minutes: only probes of the kernel see that the other end is gone.
-        names = [name for name in BLOCKING_KEEPALIVE if hasattr(socket, name)]
-        probes = {getattr(socket, name): BLOCKING_KEEPALIVE[name] for name in names}
-        options |= {"socket_keepalive": True, "socket_keepalive_options": probes}
-    try:
-        if "+cluster:" in url:
-            from tidemill.common.redis.cluster import make_blocking_cluster_client
-            from tidemill.common.redis.several_hosts import nodes_of
-
-            return make_blocking_cluster_client(nodes_of(url, options), run_id)
-        return BlockingRedis.from_url(url, **options)
-    except ValueError:  # its text may hold a part of the password
-        raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
 
 
 def public_address(url: str) -> str:

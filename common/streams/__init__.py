@@ -13,7 +13,6 @@ from tidemill.common.streams.entries import entry_id_of as entry_id_of
 from tidemill.common.streams.entries import id_after as id_after
 from tidemill.common.streams.entries import id_before as id_before
 from tidemill.common.streams.entries import id_order as id_order
-from tidemill.common.streams.log import Backlog as Backlog
 from tidemill.common.streams.log import HeldTickets as HeldTickets
 from tidemill.common.streams.log import Mark as Mark
 from tidemill.common.streams.log import MarkLostError as MarkLostError
@@ -22,7 +21,6 @@ from tidemill.common.streams.log import append as append
 from tidemill.common.streams.log import append_after as append_after
 from tidemill.common.streams.log import append_encoded as append_encoded
 from tidemill.common.streams.log import append_missing as append_missing
-from tidemill.common.streams.log import backlog as backlog
 from tidemill.common.streams.log import ensure_group as ensure_group
 from tidemill.common.streams.log import forget_consumers as forget_consumers
 from tidemill.common.streams.log import group_status as group_status

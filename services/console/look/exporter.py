@@ -26,7 +26,8 @@ from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.replicas import is_address
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import STATUSES, UnknownRunError, read_config
-from tidemill.common.streams import Backlog, backlog, length
+from tidemill.common.streams import length
+from tidemill.common.streams.backlog import Backlog, backlog
 from tidemill.common.streams.entries import Entry, Garbled
 from tidemill.common.streams.selection import time_of
 from tidemill.common.telemetry import metrics

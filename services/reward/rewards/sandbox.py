@@ -27,8 +27,8 @@ from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import TEST_COLUMNS
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import fault_in
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import redis_url
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.codec import pack

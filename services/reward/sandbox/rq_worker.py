@@ -53,8 +53,8 @@ from tidemill.common.process.shortage import (
     make_fault,
     shortage_number,
 )
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import redis_url
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.sandbox.bubblewrap import SandboxError
 from tidemill.services.reward.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of

@@ -148,7 +148,7 @@ async def test_jobs_are_counted_by_queue_and_state(broker, keys, snapshots, redi
     from rq import Queue
     from rq.serializers import JSONSerializer
 
-    from tidemill.common.redis.client import make_blocking_client
+    from tidemill.common.redis.blocking_client import make_blocking_client
 
     queue = Queue(
         keys.sandbox_queue, connection=make_blocking_client(redis_server.url), serializer=JSONSerializer

@@ -15,7 +15,7 @@ from tidemill.common.errors import StoreError
 from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore, claims
-from tidemill.common.streams import OffsetReader, append, length
+from tidemill.common.streams import Entry, OffsetReader, append, length
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Choices, Message, ScoreStatus, Trajectory
@@ -43,6 +43,29 @@ def store(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Co
     store = CountingStore(tmp_path, 1)
     broker.claims = store
     return store
+
+
+@pytest.mark.parametrize("has_choices", [False, True])
+async def test_the_store_is_opened_where_the_first_payload_is_named(
+    broker: Broker, keys: Keys, tmp_path: Path, has_choices: bool
+) -> None:
+    """A reader of choices that has not opened the store yet reads them, too."""
+    broker.open_claims = lambda: ClaimStore(tmp_path)
+    broker.read_choices()
+    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
+    await append(broker, keys.trajectories(), make_trajectory(0))
+    await reader.read()
+    assert not broker.has_opened_claims
+    choices = Choices(rows={"kept": Rows.of_lists([[1], [2], [3]])}) if has_choices else None
+    sample = make_trajectory(1, completion_ids=np.arange(1, 4, dtype=np.int32), choices=choices)
+    elsewhere = ClaimStore(tmp_path, 0 if has_choices else 1)
+    sent = elsewhere.check_in_choices(sample) if has_choices else elsewhere.check_in(sample)
+    await append(broker, keys.trajectories(), sent)
+    (entry,) = await reader.read()
+    assert isinstance(entry, Entry) and broker.has_opened_claims
+    read = entry.message
+    assert not read.fault and not read.lacks_choices
+    assert read.completion_ids.tolist() == [1, 2, 3]
 
 
 async def publish(broker: Broker, keys: Keys, store: ClaimStore, count: int = 4) -> list[Trajectory]:

@@ -16,8 +16,8 @@ from tests.support.servers import RedisServer, free_port, newest_server
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import BrokerError
 from tidemill.common.process.programs import Program, run_own
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import known_runs
 from tidemill.common.streams import OffsetReader, append, append_missing, length
 from tidemill.common.wire.keys import RQ_STATES, RUNS, Keys

@@ -18,10 +18,10 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import OutageError, UnreachableError
 from tidemill.common.files import LockedError
+from tidemill.common.redis import blocking_client
 from tidemill.common.redis import broker as broker_module
-from tidemill.common.redis import client as client_module
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
@@ -54,7 +54,7 @@ async def test_a_worker_may_be_told_to_wait_for_a_server(any_redis, monkeypatch)
 
 
 def test_a_blocking_call_to_a_server_that_hangs_comes_back(any_redis, monkeypatch):
-    monkeypatch.setattr(client_module, "BLOCKING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(blocking_client, "BLOCKING_TIMEOUT_S", 0.2)
     client = make_blocking_client(any_redis.url)
     assert client.ping()
     os.kill(any_redis.pid, signal.SIGSTOP)

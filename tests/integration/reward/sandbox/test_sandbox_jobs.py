@@ -16,8 +16,8 @@ from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config
 from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import URL_VARIABLE
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.run.state import publish_config
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards import sandbox

@@ -21,8 +21,8 @@ from rq.worker import WorkerStatus
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S, has_ended, wait_until
 from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import URL_VARIABLE
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.sandbox import rq_worker

@@ -25,8 +25,8 @@ from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import SHORT_OF
+from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import URL_VARIABLE
-from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.sandbox import job as sandbox_job
