@@ -185,7 +185,7 @@ def _is_in_redis(folder: RunFolder) -> bool:
             return await run_exists(broker, Keys(folder.run_id))
 
     url = os.environ.get(URL_VARIABLE)
-    return bool(url) and run_main(exists_at(url))
+    return run_main(exists_at(url)) if url else False
 
 
 def _refuse_running(options: UpOptions, folder: RunFolder, end: RunEnd) -> None:
