@@ -118,7 +118,7 @@ def _remarks(result: dict[str, Any], shows_all: bool) -> Iterator[str]:
         )
     weights = result.get("weights")
     if weights:
-        numbers = (f"{name.replace('_', ' ')} {tree.shown(value)}" for name, value in weights.items())
+        numbers = (f"{name.replace('_', ' ')} {tree.value_text(value)}" for name, value in weights.items())
         yield f"weights, against those on the disk: {', '.join(numbers)}"
 
 

@@ -146,8 +146,8 @@ class Advantages:
             advantages = self._fill_returns(samples, advantages)
         try:
             for sample, advantage in zip(samples, advantages, strict=True):
-                is_one_number = isinstance(advantage, float)
-                sample.set_advantage(advantage if is_one_number else sample.spread(advantage))
+                # One number, or one for each trained token.
+                sample.set_advantage(advantage if isinstance(advantage, float) else sample.spread(advantage))
             self._add_teachers(samples)
         except ValueError as error:
             raise TidemillError(
