@@ -149,6 +149,7 @@ class Advantages:
             advantages = self._fill_returns(samples, advantages)
         try:
             for sample, advantage in zip(samples, advantages, strict=True):
+                # One number, or one for each trained token.
                 sample.set_advantage(advantage if isinstance(advantage, float) else sample.spread(advantage))
             self._add_teachers(samples)
         except ValueError as error:
