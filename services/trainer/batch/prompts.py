@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import structlog
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tidemill.services.trainer.batch.row_pictures import RowPictures
     from tidemill.services.trainer.batch.streamed_prompts import StreamedPrompts
 
-    Prompts = Sequence["Prompt"] | StreamedPrompts
-
 log = structlog.get_logger(__name__)
+
+Prompts: TypeAlias = "Sequence[Prompt] | StreamedPrompts"
 
 BATCH_ROWS = 1024
 """Rows handed to the tokenizer at once."""
