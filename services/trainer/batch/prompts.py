@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tidemill.services.trainer.batch.row_pictures import RowPictures
     from tidemill.services.trainer.batch.streamed_prompts import StreamedPrompts
 
-    Prompts: TypeAlias = "Sequence[Prompt] | StreamedPrompts"
-
 log = structlog.get_logger(__name__)
+
+Prompts: TypeAlias = "Sequence[Prompt] | StreamedPrompts"
 
 BATCH_ROWS = 1024
 """Rows handed to the tokenizer at once."""
