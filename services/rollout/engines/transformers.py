@@ -1,5 +1,6 @@
 """A plain transformers model, for machines without vLLM: one batch of the waiting requests at a time.
 
+A completion is returned when it ends, and not with its batch: it is scored while others are still generated.
 A batch runs with one version from its first token to its last: `load` waits for the running batch, and
 requests that come meanwhile wait for the load. All work on tensors happens on one thread of its own, so
 the event loop never blocks and the model is never read while it is written.
@@ -213,12 +214,24 @@ class TransformersEngine(ModelEngine):
         eos_ids = frozenset(self.folder.eos_ids)
         recorder = self._recorder
         rows = [row for row in batch if not row.done.done()]
-        if rows:
-            one_length = self._one_length
-            images = self._images
-            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length, images))
-        for row in rows:
-            if not row.done.done() and row.finish is not None:
+        if not rows:
+            return
+        one_length = self._one_length
+        images = self._images
+        loop = asyncio.get_running_loop()
+
+        def answer_soon(finished: "Sequence[DecodingRow]") -> None:
+            # The last ones before this batch ends, and so before a load that waits for it.
+            loop.call_soon_threadsafe(self._answer, finished)
+
+        def decode() -> None:
+            decode_batch(model, rows, eos_ids, recorder, one_length, images, answer_soon)
+
+        await self._on_thread(decode)
+
+    def _answer(self, finished: "Sequence[DecodingRow]") -> None:
+        for row in finished:
+            if not row.done.done():
                 row.done.set_result(self._so_far(row))
 
     def _so_far(self, row: "DecodingRow") -> Generation:

@@ -256,7 +256,7 @@ class StreamJoin:
                 # Its worker may have acknowledged the entry that now has the lost trajectory's id.
                 self.unread_at = time.monotonic()
         # Where only an older score was refused, this entry counts in its place.
-        is_refused = any(refused_entry is entry for refused_entry in refused)
+        is_refused = bool(refused) and any(refused_entry is entry for refused_entry in refused)
         if group is not None and not is_refused:
             if sample is not None:
                 group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
@@ -285,4 +285,5 @@ class StreamJoin:
             self.changed.set()
 
     def _is_new(self, stream: StreamName, entry_id: str) -> bool:
-        return id_order(entry_id) > self._seen_up_to.get(stream, NOTHING_SEEN)
+        seen = self._seen_up_to.get(stream)
+        return seen is None or id_order(entry_id) > seen

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,24 @@ async def test_closing_fails_what_runs_and_what_waits(folder: Path) -> None:
     assert errors and all(isinstance(error, EngineError) for error in errors)
     with pytest.raises(EngineError, match="not running"):
         await engine.generate(make_requests(1)[0])
+
+
+async def test_a_completion_is_returned_when_it_ends_and_not_with_its_batch(engine, model, monkeypatch):
+    is_short_returned = threading.Event()
+    advance = decoding._Batch.advance
+
+    def advance_late(batch: Any, ids_B: torch.Tensor) -> torch.Tensor:
+        assert is_short_returned.wait(60)
+        return advance(batch, ids_B)
+
+    monkeypatch.setattr(decoding._Batch, "advance", advance_late)
+    requests = [GenerationRequest(f"r{n}", [3, 4, 5], SamplingParams(max_tokens=n)) for n in (1, 8)]
+    short, long = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.wait_for(asyncio.shield(short), timeout=60)
+    assert not long.done()
+    is_short_returned.set()
+    for request, task in zip(requests, (short, long), strict=True):
+        assert_parity(model, request, await task)
 
 
 async def test_a_failing_model_is_an_engine_error(engine, monkeypatch):
