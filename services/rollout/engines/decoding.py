@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from itertools import groupby, pairwise
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,11 @@ class DecodingRow:
         return tuple(self.request.prompt_ids), self.pixels
 
     @property
+    def num_prompt(self) -> int:
+        """Number of the prompt's tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
     def choices(self) -> dict[str, Rows]:
         kept = {KEPT: Rows.of_lists(self.kept)} if self.kept else {}
         return kept | ({ROUTES: Rows(np.concatenate(self.routes))} if self.routes else {})
@@ -239,13 +245,9 @@ def decode_batch(
     if not one_length:
         _decode(_Batch(model, rows, recorder, images), eos_ids, on_finished)
         return
-    by_length = sorted(rows, key=_prompt_length)
-    for _, alike in groupby(by_length, key=_prompt_length):
+    by_length = sorted(rows, key=attrgetter("num_prompt"))
+    for _, alike in groupby(by_length, key=attrgetter("num_prompt")):
         _decode(_Batch(model, list(alike), recorder, images), eos_ids, on_finished)
-
-
-def _prompt_length(row: DecodingRow) -> int:
-    return len(row.request.prompt_ids)
 
 
 def _decode(batch: "_Batch", eos_ids: frozenset[int], on_finished: OnFinished) -> None:

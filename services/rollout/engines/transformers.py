@@ -48,6 +48,19 @@ GATHER_S = 0.02
 """How long the first request of a batch waits for others."""
 
 
+def choose_batch(queue: "Sequence[DecodingRow]", size: int) -> "list[DecodingRow]":
+    """Which rows of the queue are decoded next, at most `size`: the first one, with those of the next two
+    batches whose prompts are of like length, for shorter ones are padded. Urgent ones come before others.
+
+    Prompts of 4, 20, 5 and 21 tokens in batches of two: those of 4 and 5, later those of 20 and 21.
+    """
+    # The first one is always taken, and so none waits for ever.
+    candidates = sorted(queue[: 2 * size], key=lambda row: (not row.request.is_urgent, row.num_prompt))
+    place = candidates.index(queue[0])
+    begin = max(0, min(place // size * size, len(candidates) - size))
+    return candidates[begin : begin + size]
+
+
 class TransformersEngine(ModelEngine):
     stands_still = True
 
@@ -184,8 +197,9 @@ class TransformersEngine(ModelEngine):
             await self._gather()
             async with self._model_in_use:
                 # Taken within the lock: what came during an update joins this batch.
-                batch = self._queue[: self._batch_size]
-                self._queue = self._queue[self._batch_size :]
+                batch = choose_batch(self._queue, self._batch_size)
+                chosen = set(batch)
+                self._queue = [row for row in self._queue if row not in chosen]
                 if not self._queue:
                     self._arrived.clear()
                 try:
