@@ -56,8 +56,8 @@ def choose_batch(queue: "Sequence[DecodingRow]", size: int) -> "list[DecodingRow
     """
     # The first one is always taken, and so none waits for ever.
     candidates = sorted(queue[: 2 * size], key=lambda row: (not row.request.is_urgent, row.num_prompt))
-    place = candidates.index(queue[0])
-    begin = max(0, min(place // size * size, len(candidates) - size))
+    rank = candidates.index(queue[0])
+    begin = max(0, min(rank // size * size, len(candidates) - size))
     return candidates[begin : begin + size]
 
 
