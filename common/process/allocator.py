@@ -6,7 +6,7 @@ import sys
 KEPT_BYTES = 256 << 20
 """Most free memory at the end of a heap that is kept."""
 MAPPED_BYTES = 32 << 20
-"""From this size on an allocation is given back when it is freed, as ever; no release of glibc takes more."""
+"""Larger pieces are given back when they are freed, as ever. The most that all releases of glibc take."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 

@@ -91,10 +91,12 @@ class RecordedGroup:
     def _choose_score(self, sample: Trajectory) -> list[GroupEntry]:
         """Of the scores that came before their trajectory, keep the first one of its tokens. Returns the
         score that was kept until now, if it is of other tokens."""
+        first = self.scores.get(sample.index)
+        if first is None:
+            return []
         came = [entry for entry in self.other_scores if entry.message.index == sample.index]
         self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
-        first = self.scores.get(sample.index)
-        if first is None or first.is_of(sample.tokens_digest):
+        if first.is_of(sample.tokens_digest):
             return []
         refused = Entry(self.score_ids.pop(sample.index), self.scores.pop(sample.index))
         for entry in came:

@@ -16,13 +16,14 @@ Bits = NDArray[np.bool_]
 
 MAX_TOKENS = 1 << 22
 """Longest array a message may hold, in elements; checked before anything is built from it."""
+RAW = (bytes, bytearray, memoryview)
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 
 
 def _as_array(value: Any, dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
     """View bytes as a one-dimensional array, or check an array that is one already."""
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, RAW):
         num_values, remainder = divmod(len(value), dtype.itemsize)
         if remainder:
             raise ValueError(
@@ -49,7 +50,7 @@ def _one_dimension(array: NDArray[Any]) -> NDArray[Any]:
 
 def unpack_bits(value: Any) -> Bits:
     """Check a mask, or unpack packed bits, whose first byte holds the number of padding bits (0..7)."""
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, RAW):
         data = bytes(value)
         if not data:
             return np.zeros(0, dtype=np.bool_)

@@ -284,15 +284,24 @@ class Trajectory(PromptFields):
         """The loss mask with its default filled in. Shape [T], bool."""
         return np.ones(self.num_tokens, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
 
-    @cached_property
+    @property
     def min_version(self) -> int:
         """The oldest version that produced a token of this trajectory."""
-        return min(version for row in self.token_rows for version, _ in row.spans)
+        return min(self._versions)
 
-    @cached_property
+    @property
     def max_version(self) -> int:
         """The newest version that produced a token of this trajectory."""
-        return max(version for row in self.token_rows for version, _ in row.spans)
+        return max(self._versions)
+
+    @property
+    def _versions(self) -> list[int]:
+        if self.session is None and len(self.spans) == 1:  # nearly always; asked for several times
+            return [self.spans[0][0]]
+        versions = [version for version, _ in self.spans]
+        for fork in self.forks:
+            versions += [version for version, _ in fork.spans]
+        return versions
 
     @cached_property
     def tokens_digest(self) -> str:

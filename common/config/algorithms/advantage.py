@@ -154,11 +154,12 @@ def finite_rewards(rewards: Rewards) -> Float64:
     """
     values = [float("nan") if reward is None else float(reward) for reward in rewards]
     rewards_G = np.asarray(values, dtype=np.float64)
-    bad = np.flatnonzero(~np.isfinite(rewards_G))
-    if len(bad):
+    is_finite_G = np.isfinite(rewards_G)
+    if not is_finite_G.all():
+        bad = int(is_finite_G.argmin())
         raise ValueError(
-            f"reward {int(bad[0])} of {len(values)} is {rewards[int(bad[0])]}; all must be finite: "
-            "leave out trajectories without one"
+            f"reward {bad} of {len(values)} is {rewards[bad]}; all must be finite: leave out trajectories "
+            "without one"
         )
     return rewards_G
 

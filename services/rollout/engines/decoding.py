@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from itertools import groupby, pairwise
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,11 @@ class DecodingRow:
         return tuple(self.request.prompt_ids), self.pixels
 
     @property
+    def num_prompt(self) -> int:
+        """Number of the prompt's tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
     def choices(self) -> dict[str, Rows]:
         kept = {KEPT: Rows.of_lists(self.kept)} if self.kept else {}
         return kept | ({ROUTES: Rows(np.concatenate(self.routes))} if self.routes else {})
@@ -190,6 +196,9 @@ class DecodingRow:
             self.finish = "stop"
         elif len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish = "length"
+
+
+OnFinished = Callable[[Sequence[DecodingRow]], object]
 
 
 class RouteRecorder:
@@ -228,22 +237,20 @@ def decode_batch(
     recorder: RouteRecorder,
     one_length: bool = False,
     images: "PromptImages | None" = None,
+    on_finished: OnFinished = lambda rows: None,
 ) -> None:
     """Fill in tokens, logprobs, routes and finish of every row whose caller still waits. With `one_length`
-    only prompts of one length are decoded beside each other."""
+    only prompts of one length are decoded beside each other. `on_finished` is called, on this thread, with
+    the rows that a token has finished."""
     if not one_length:
-        _decode(_Batch(model, rows, recorder, images), eos_ids)
+        _decode(_Batch(model, rows, recorder, images), eos_ids, on_finished)
         return
-    by_length = sorted(rows, key=_prompt_length)
-    for _, alike in groupby(by_length, key=_prompt_length):
-        _decode(_Batch(model, list(alike), recorder, images), eos_ids)
+    by_length = sorted(rows, key=attrgetter("num_prompt"))
+    for _, alike in groupby(by_length, key=attrgetter("num_prompt")):
+        _decode(_Batch(model, list(alike), recorder, images), eos_ids, on_finished)
 
 
-def _prompt_length(row: DecodingRow) -> int:
-    return len(row.request.prompt_ids)
-
-
-def _decode(batch: "_Batch", eos_ids: frozenset[int]) -> None:
+def _decode(batch: "_Batch", eos_ids: frozenset[int], on_finished: OnFinished) -> None:
     logits_BV = batch.prefill()
     step = 0
     while batch.rows:
@@ -255,6 +262,7 @@ def _decode(batch: "_Batch", eos_ids: frozenset[int]) -> None:
                 "the model's logits are NaN or infinite, so nothing can be sampled. Its weights are damaged, "
                 "or its numbers are too large for model.dtype: set it to float32, or take another model"
             )
+        finished: list[DecodingRow] = []
         drawn = zip(batch.rows, ids_B.tolist(), logprobs, batch.kept(processed_BV), strict=True)
         for row, token, logprob, kept in drawn:
             # Finished rows are decoded until it pays to drop them; their further tokens are not kept.
@@ -262,8 +270,12 @@ def _decode(batch: "_Batch", eos_ids: frozenset[int]) -> None:
                 if row.kept is not None and kept is not None:
                     row.kept.append(kept)
                 row.add(token, logprob, eos_ids)
-                if row.finish is None and len(row.token_ids) % PART_TOKENS == 0:
+                if row.finish is not None:
+                    finished.append(row)
+                elif len(row.token_ids) % PART_TOKENS == 0:
                     row.report()
+        if finished:
+            on_finished(finished)
         step += 1
         ids_B = batch.drop_finished(ids_B)
         if batch.rows:

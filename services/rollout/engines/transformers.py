@@ -1,5 +1,6 @@
 """A plain transformers model, for machines without vLLM: one batch of the waiting requests at a time.
 
+A completion is returned when it ends, and not with its batch: it is scored while others are still generated.
 A batch runs with one version from its first token to its last: `load` waits for the running batch, and
 requests that come meanwhile wait for the load. All work on tensors happens on one thread of its own, so
 the event loop never blocks and the model is never read while it is written.
@@ -45,6 +46,19 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 GATHER_S = 0.02
 """How long the first request of a batch waits for others."""
+
+
+def choose_batch(queue: "Sequence[DecodingRow]", size: int) -> "list[DecodingRow]":
+    """Which rows of the queue are decoded next, at most `size`: the first one, with those of the next two
+    batches whose prompts are of like length, for shorter ones are padded. Urgent ones come before others.
+
+    Prompts of 4, 20, 5 and 21 tokens in batches of two: those of 4 and 5, later those of 20 and 21.
+    """
+    # The first one is always taken, and so none waits for ever.
+    candidates = sorted(queue[: 2 * size], key=lambda row: (not row.request.is_urgent, row.num_prompt))
+    rank = candidates.index(queue[0])
+    begin = max(0, min(rank // size * size, len(candidates) - size))
+    return candidates[begin : begin + size]
 
 
 class TransformersEngine(ModelEngine):
@@ -193,8 +207,9 @@ class TransformersEngine(ModelEngine):
             await self._gather()
             async with self._model_in_use:
                 # Taken within the lock: what came during an update joins this batch.
-                batch = self._queue[: self._batch_size]
-                self._queue = self._queue[self._batch_size :]
+                batch = choose_batch(self._queue, self._batch_size)
+                chosen = set(batch)
+                self._queue = [row for row in self._queue if row not in chosen]
                 if not self._queue:
                     self._arrived.clear()
                 try:
@@ -223,12 +238,24 @@ class TransformersEngine(ModelEngine):
         eos_ids = frozenset(self.folder.eos_ids)
         recorder = self._recorder
         rows = [row for row in batch if not row.done.done()]
-        if rows:
-            one_length = self._one_length
-            images = self._images
-            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length, images))
-        for row in rows:
-            if not row.done.done() and row.finish is not None:
+        if not rows:
+            return
+        one_length = self._one_length
+        images = self._images
+        loop = asyncio.get_running_loop()
+
+        def answer_soon(finished: "Sequence[DecodingRow]") -> None:
+            # The last ones before this batch ends, and so before a load that waits for it.
+            loop.call_soon_threadsafe(self._answer, finished)
+
+        def decode() -> None:
+            decode_batch(model, rows, eos_ids, recorder, one_length, images, answer_soon)
+
+        await self._on_thread(decode)
+
+    def _answer(self, finished: "Sequence[DecodingRow]") -> None:
+        for row in finished:
+            if not row.done.done():
                 row.done.set_result(self._so_far(row))
 
     def _so_far(self, row: "DecodingRow") -> Generation:

@@ -247,7 +247,7 @@ class StreamJoin:
         for refused_entry in refused:
             self._note_refused(refused_entry, group)
         # Not so where only an older score was refused: this entry counts in its place.
-        is_refused = any(refused_entry is entry for refused_entry in refused)
+        is_refused = bool(refused) and any(refused_entry is entry for refused_entry in refused)
         if group is None or is_refused:
             return
         if isinstance(message, Trajectory):
@@ -292,4 +292,5 @@ class StreamJoin:
             self.changed.set()
 
     def _is_new(self, stream: StreamName, entry_id: str) -> bool:
-        return id_order(entry_id) > self._seen_up_to.get(stream, NOTHING_SEEN)
+        seen = self._seen_up_to.get(stream)
+        return seen is None or id_order(entry_id) > seen

@@ -10,7 +10,7 @@ its layout, unless a sample alone is larger; the bins of a micro-batch have like
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,6 +98,8 @@ class PrefixOrder:
     def add(self, samples: Sequence[Sample]) -> None:
         """Add samples of groups that have none here yet: what is known of the others stays, for groups share
         nothing."""
+        if not samples:
+            return
         is_shared = self.layout.startswith("tree")
         first_rows: dict[int, Int32] = {}
         beginnings: dict[int, bytes] = {}
@@ -109,9 +111,9 @@ class PrefixOrder:
             num_different_tokens = num_tokens
             num_rows = len(sample.segments)
             if is_shared:
-                rows = list(_rows_of(sample))
+                rows = _rows_of(sample)
                 if num_rows > 1:
-                    rows.sort(key=in_order)
+                    rows = sorted(rows, key=in_order)
                     num_different_tokens = num_different(rows)
                 first_rows[i] = rows[0]
                 beginnings[i] = in_order(rows[0])
@@ -130,8 +132,11 @@ class PrefixOrder:
         )
         if is_shared:
             self._count_shared(order, [first_rows[i] for i in order])
-        # Stable: a group, whose samples are all old or all new, keeps its order.
-        self._order = sorted([*self._order, *order], key=self._ticket_of)
+        is_behind = not self._order or self._ticket_of(self._order[-1]) < self._ticket_of(order[0])
+        self._order += order
+        if not is_behind:
+            # Stable: a group, whose samples are all old or all new, keeps its order.
+            self._order.sort(key=self._ticket_of)
 
     def _count_shared(self, order: Sequence[int], first_rows: Sequence[Int32]) -> None:
         ticket = None
@@ -338,8 +343,12 @@ def split_groups(
     return shares
 
 
-def _rows_of(sample: Sample) -> Iterator[Int32]:
+def _rows_of(sample: Sample) -> Sequence[Int32]:
     """Prompt and completion of each of the sample's rows, end to end, with their routes and pictures."""
+    if not sample.images and not sample.routes:
+        return sample.rows
+    rows = []
     for number, ids in enumerate(sample.rows):
         sequence = with_pictures(ids, images_of(sample.images, number))
-        yield with_routes(sequence, sample.routes[number].keys if sample.routes else None)
+        rows.append(with_routes(sequence, sample.routes[number].keys if sample.routes else None))
+    return rows

@@ -109,7 +109,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
-        if any(len(array_T) != num_tokens for array_T in (self.mask, *self.columns.values())):
+        if {len(self.mask), *map(len, self.columns.values())} != {num_tokens}:
             lengths = {name: len(values_T) for name, values_T in self.columns.items()}
             raise ValueError(
                 f"trajectory {self.key}: {num_tokens} completion ids, columns of {lengths} and a mask of "

@@ -25,6 +25,9 @@ MOST_KEYS = 4
 ENOUGH_IN_COMMON = 0.1
 """Share of common tokens from which it pays to compute them once."""
 
+BIG_ENDIAN = np.dtype(">u4")
+"""Ids as bytes have the order of the ids in this."""
+
 Indices = NDArray[np.int64]
 
 
@@ -50,7 +53,7 @@ class Node:
 
 def in_order(ids: Int32) -> bytes:
     """A key that sorts sequences so that those which begin alike are neighbours, the shorter one first."""
-    return ids.astype(">u4").tobytes()
+    return ids.astype(BIG_ENDIAN).tobytes()
 
 
 def with_routes(ids: Int32, keys: Int32 | None) -> Int32:

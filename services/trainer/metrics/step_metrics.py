@@ -107,8 +107,9 @@ def stage_metrics(
     is replayed from records alone.
     """
     failed = {trajectory.key for trajectory in trajectories if trajectory.fault}
-    trajectories = [trajectory for trajectory in trajectories if trajectory.key not in failed]
-    scores = [score for score in scores if score.key not in failed]
+    if failed:
+        trajectories = [trajectory for trajectory in trajectories if trajectory.key not in failed]
+        scores = [score for score in scores if score.key not in failed]
     if not trajectories or not scores:
         return {}
     latencies = np.array([score.latency_s for score in scores])

@@ -22,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from tidemill.common.wire.arrays import Bits
-from tidemill.common.wire.images import images_of
+from tidemill.common.wire.images import Image, images_of
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import (
@@ -72,9 +72,12 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                 ids = sample.rows[number][: sources[-1] + 1]
                 kept = None if sample.kept is None else sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                # The row ends before the last scored token, and with it go later pictures. None is cut in its
-                # middle, for that token is no part of one.
-                images = tuple(image for image in images_of(sample.images, number) if image.first < len(ids))
+                images: tuple[Image, ...] = ()
+                if sample.images:
+                    # The row ends before the last scored token, and with it go later pictures. None is cut in
+                    # its middle, for that token is no part of one.
+                    of_segment = images_of(sample.images, number)
+                    images = tuple(image for image in of_segment if image.first < len(ids))
                 rows.append(Row(i, ids, sources, targets, places, kept, routes, images))
             start = end
     return rows

@@ -1,5 +1,6 @@
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tidemill.services.rollout.engines import decoding, transformers
 from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.model import copy_weights, match_weights
-from tidemill.services.rollout.engines.transformers import TransformersEngine
+from tidemill.services.rollout.engines.transformers import TransformersEngine, choose_batch
 
 EOS_IDS = [1, 5]
 
@@ -256,6 +257,62 @@ async def test_closing_fails_what_runs_and_what_waits(folder: Path) -> None:
     assert errors and all(isinstance(error, EngineError) for error in errors)
     with pytest.raises(EngineError, match="not running"):
         await engine.generate(make_requests(1)[0])
+
+
+async def test_a_completion_is_returned_when_it_ends_and_not_with_its_batch(engine, model, monkeypatch):
+    is_short_returned = threading.Event()
+    advance = decoding._Batch.advance
+
+    def advance_late(batch: Any, ids_B: torch.Tensor) -> torch.Tensor:
+        assert is_short_returned.wait(60)
+        return advance(batch, ids_B)
+
+    monkeypatch.setattr(decoding._Batch, "advance", advance_late)
+    short = GenerationRequest("short", [3, 4, 5], SamplingParams(max_tokens=1))
+    long = GenerationRequest("long", [3, 4, 5], SamplingParams(max_tokens=8))
+    generating = asyncio.create_task(engine.generate(long))
+    assert_parity(model, short, await asyncio.wait_for(engine.generate(short), timeout=60))
+    assert not generating.done()
+    is_short_returned.set()
+    assert_parity(model, long, await generating)
+
+
+def row_of(num_prompt: int, is_urgent: bool = False) -> decoding.DecodingRow:
+    request = GenerationRequest("r", [3] * num_prompt, SamplingParams(max_tokens=1), is_urgent)
+    stops: Any = None
+    done: Any = None
+    return decoding.DecodingRow(request, 0, stops, done)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "expected"),
+    [
+        ([4, 20, 5, 21], 2, [4, 5]),
+        ([20, 4, 21, 5], 2, [20, 21]),  # the first one is always taken
+        ([9, 4, 20], 2, [4, 9]),
+        ([20, 4, 9], 2, [9, 20]),  # and a batch is full where enough wait
+        ([7, 20], 4, [7, 20]),
+        ([7, 20, 21, 22, 6, 7], 2, [7, 20]),  # later ones do not overtake
+    ],
+)
+def test_prompts_of_like_length_are_decoded_together(lengths, size, expected):
+    queue = [row_of(length) for length in lengths]
+    assert [row.num_prompt for row in choose_batch(queue, size)] == expected
+
+
+def test_urgent_requests_are_in_the_next_batch_whatever_their_length():
+    urgent = [row_of(length, is_urgent=True) for length in (30, 4)]
+    queue = [*urgent, *(row_of(length) for length in (5, 6, 7, 8))]
+    assert [row.num_prompt for row in choose_batch(queue, 3)] == [4, 30, 5]
+
+
+def test_no_request_waits_for_ever_while_others_of_another_length_come():
+    queue = [row_of(5), row_of(30), row_of(5), row_of(5)]
+    long = queue[1]
+    for _ in range(3):
+        chosen = choose_batch(queue, 2)
+        queue = [row for row in queue if row not in chosen] + [row_of(5), row_of(5)]
+    assert long not in queue
 
 
 async def test_a_failing_model_is_an_engine_error(engine, monkeypatch):

@@ -26,10 +26,10 @@ NO_RATIO = torch.zeros(())
 """The ratio's logarithm before the loss sets it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tokens:
     """The N >= 1 trained tokens of a forward pass. Segments of a session may lie in several passes, unless
-    the algorithm needs whole sequences.
+    the algorithm needs whole sequences. None is changed; like `Tile` not frozen.
 
     With gradient: `logprobs_N`, `log_mass_N`, `values_N`, and `entropies_N` where there is an entropy bonus.
     The rest are constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
