@@ -107,7 +107,7 @@ async def test_a_worker_is_stuck_at_no_stray_entry_among_the_weights(make, broke
     context = make()
     engine = SimulatedEngine(context.config)
     follower = WeightFollower(context, engine)
-    monkeypatch.setattr(follower, "_update", lambda manifest: engine.load(manifest.version, []))
+    monkeypatch.setattr(follower, "_load_from", lambda _, manifest: engine.load(manifest.version, []))
     following = asyncio.ensure_future(follower.run())
     try:
         await append_at(broker, keys.weights, "1-0", manifest(0))
