@@ -188,14 +188,15 @@ class DecodingRow:
         kept = {KEPT: Rows.of_lists(self.kept)} if self.kept else {}
         return kept | ({ROUTES: Rows(np.concatenate(self.routes))} if self.routes else {})
 
-    def add(self, token: int, logprob: float, eos_ids: frozenset[int]) -> None:
-        """Append a sampled token, and finish where it ends the completion."""
+    def add(self, token: int, logprob: float, eos_ids: frozenset[int]) -> bool:
+        """Append a sampled token, and finish where it ends the completion; returns whether it does."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if token in eos_ids or self.stops.reach(self.token_ids):
             self.finish = "stop"
         elif len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish = "length"
+        return self.finish is not None
 
 
 OnFinished = Callable[[Sequence[DecodingRow]], object]
@@ -269,8 +270,7 @@ def _decode(batch: "_Batch", eos_ids: frozenset[int], on_finished: OnFinished) -
             if row.finish is None:
                 if row.kept is not None and kept is not None:
                     row.kept.append(kept)
-                row.add(token, logprob, eos_ids)
-                if row.finish is not None:
+                if row.add(token, logprob, eos_ids):
                     finished.append(row)
                 elif len(row.token_ids) % PART_TOKENS == 0:
                     row.report()
