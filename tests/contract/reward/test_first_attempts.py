@@ -334,7 +334,7 @@ async def test_an_error_as_a_first_attempt_ends_is_the_workers(put, reward, brok
         tried.append(args[-1])
         raise ZeroDivisionError("of the worker")
 
-    monkeypatch.setattr(Scorer, "finish", fail)
+    monkeypatch.setattr(Scorer, "score_of_outcome", fail)
     await put("await asyncio.sleep(0.05)")
     with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
         async with worker(broker, keys, **reward):
