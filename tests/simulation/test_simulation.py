@@ -151,7 +151,7 @@ def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pyt
         Fault(1.0, "slow", "", {"for_s": 1.0, "slow_s": 0.1}),
         Fault(2.0, "host_clock", "trainer", {"by_s": 5.0}),
     )
-    verdict = run(Schedule(1, Setup(rollouts=2, steps=12), harmless))
+    verdict = run(Schedule(2, Setup(rollouts=2, steps=12), harmless))
     assert verdict.problem
     shrunk = shrink(verdict)
     assert shrunk.problem and not shrunk.schedule.faults
