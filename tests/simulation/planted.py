@@ -172,7 +172,7 @@ PLANTED = (
     Mutant("the last entry of a key wins", "common/streams/recorded_group.py",
         "        if index in ids or index >= self.group_size:",
         "        is_complete = len(self.trajectories) == len(self.scores) == self.group_size\n"
-        "        if index >= self.group_size or (index in ids and is_complete):", seed=27),
+        "        if index >= self.group_size or (index in ids and is_complete):", seed=40),
     Mutant("a reader goes on where it was after a loss", "common/streams/offset_reader.py",
         "            self.position = min(self.position, standing, key=id_order)\n", "", seed=10),
     Mutant("what a step takes is not read again after a loss", f"{BATCH}/batch_assembler.py",
