@@ -171,7 +171,7 @@ KNOWN = {
         1, Setup(groups_per_step=1, group_size=2, rollouts=1, rewards=1), (
         Fault(0.0, "restart", "", {"for_s": 0.3, "of": "rollout-0",
             "lose_from": ["append_after", "prompts ", 3],
-            "before": ["start_group", "prompts ", 5]}),
+            "before": ["start_group", "prompts ", 6]}),
         Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "prompts "]}),
     )),
     "a stranger's copy comes while its step waits for another group": Schedule(

@@ -171,7 +171,7 @@ PLANTED = (
     Mutant("the last entry of a key wins", "common/streams/recorded_group.py",
         "        return index not in ids and index < self.group_size\n",
         "        is_complete = len(self.trajectories) == len(self.scores) == self.group_size\n"
-        "        return index < self.group_size and (index not in ids or not is_complete)\n", seed=27),
+        "        return index < self.group_size and (index not in ids or not is_complete)\n", seed=40),
     Mutant("a reader goes on where it was after a loss", "common/streams/offset_reader.py",
         "            self.position = min(self.position, standing, key=id_order)\n", "", seed=10),
     Mutant("what a step takes is not read again after a loss", f"{BATCH}/batch_assembler.py",
