@@ -254,6 +254,15 @@ class WeightedSum:
         """Attempts that failed, by reward and cause."""
         return [failure for named in self.rewards for failure in named.log.failures]
 
+    @property
+    def deaths(self) -> list[Failure]:
+        """Processes of functions that died and failed no attempt, by reward and cause."""
+        deaths: list[Failure] = []
+        for named in self.rewards:
+            if isinstance(named.reward, FunctionReward):
+                deaths += named.reward.execution.deaths(f"a process of reward {named.name}")
+        return deaths
+
     async def start(self) -> None:
         """Start what the rewards need before the first sample comes."""
         await asyncio.gather(*(named.reward.start() for named in self.rewards))
