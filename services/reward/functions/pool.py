@@ -34,7 +34,14 @@ from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
-from tidemill.services.reward.functions.request import Callee, LongCall, Request, failure_of, outcomes_of
+from tidemill.services.reward.functions.request import (
+    RAISE_LIMIT,
+    Callee,
+    LongCall,
+    Request,
+    failure_of,
+    outcomes_of,
+)
 from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, RewardOutcome
 
 log = structlog.get_logger(__name__)
@@ -199,7 +206,8 @@ class Blockage:
         """Text for the heartbeat; empty if no loop was blocked in the last `SHOWN_S`."""
         if time.monotonic() - self._seen_at > SHOWN_S:
             return ""
-        return f"{self.name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
+        at = f": {self._where}" if self._where else ""
+        return f"{self.name} blocks its event loop, up to {self._longest_s:.1f} s{at}"
 
 
 class Deaths:
@@ -696,7 +704,7 @@ class ScoringProcess(WorkerProcess):
         limit_s = max(self._limits.values(), default=0.0) if owner is None else self._limits[owner]
         if self._limits and beat["step_s"] > limit_s:
             self.kill()
-            where = f"{beat['where']} blocks; its process was killed"
+            where = f"{beat['where'] or 'it'} blocks; its process was killed"
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
     def _end_late(self, number: int, timeout_s: float) -> None:
@@ -708,8 +716,8 @@ class ScoringProcess(WorkerProcess):
         at = ""
         if call is not None:
             doing = "it computed" if call.is_computing else "it waited"
-            at = f"; {doing}, in the end in {call.where}"
-        reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed"
+            at = f"; {doing}, in the end in {call.where}" if call.where else f"; {doing}"
+        reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed; {RAISE_LIMIT}"
         if len(self._limits) > 1 and time.monotonic() - self._beat_at > SILENT_S:
             self.kill()  # the call that holds the interpreter's lock holds up all of them
             self.fail(reason, is_timeout=True)

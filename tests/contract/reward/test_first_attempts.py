@@ -14,9 +14,9 @@ import pytest
 from tests.support.rewards import beat_of, num_pending, obedient_functions, peak, scores, worker
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.process.heartbeats import FAILING_SHARE, FAILURES
 from tidemill.common.process.shortage import make_fault
 from tidemill.common.redis.broker import Broker
-from tidemill.common.process.heartbeats import FAILING_SHARE, FAILURES
 from tidemill.common.streams import append
 from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.entries import NOBODY

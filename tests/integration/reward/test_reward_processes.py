@@ -92,6 +92,19 @@ async def test_a_late_call_is_named_with_its_line_and_one_that_computes_is_an_er
     assert (late[SPIN].is_code_error, late[HANG].is_code_error, late[HANG].is_final) == (True, False, False)
 
 
+async def test_a_late_async_call_is_named_with_the_line_it_awaits_and_the_remedy(tmp_path: Path) -> None:
+    function = tmp_path / "slow.py"
+    body = "import asyncio\nasync def ask():\n    await asyncio.sleep(60)\n"
+    function.write_text(f"{body}async def judge(data_source, solution_str, ground_truth):\n    await ask()\n")
+    pool = Pool(f"{function}:judge", is_async=True)
+    with pytest.raises(AttemptError) as caught:
+        await pool.score("", 1.0)
+    await pool.close()
+    assert caught.value.is_timeout and not caught.value.is_code_error
+    assert "it waited, in the end in judge (slow.py, line 5), in sleep (" in str(caught.value)
+    assert "raise timeout_s" in str(caught.value)
+
+
 async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         task = asyncio.create_task(pool.score(HANG, 3600, "cancelled"))
