@@ -32,7 +32,7 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.cache import RewardCache, version_of
-from tidemill.services.reward.rewards.reward import FunctionReward, make_reward
+from tidemill.services.reward.rewards.reward import FunctionReward, make_reward, naming_fields
 from tidemill.services.reward.sample import RewardSample
 
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
@@ -289,7 +289,8 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
     cache = RewardCache(dependencies.broker, dependencies.keys, config.cache_mb << 20)
     rewards: list[NamedReward] = []
     for name, named in config.named.items():
-        reward = make_reward(name, named, dependencies)
+        with naming_fields(name, bool(config.rewards)):
+            reward = make_reward(name, named, dependencies)
         # A function asks the servers of its router: what they serve decides its result, too.
         servers = dependencies.config.servers.get(named.servers or named.router)
         rewards.append(NamedReward(name, named, reward, cache if named.is_cached else None, servers))
