@@ -260,7 +260,7 @@ def examine(
         lambda: check_loggers(findings.config.trainer.loggers),
         lambda: _reach_redis(findings),
     ]
-    problems = []
+    problems: list[str] = []
     for check in checks:
         try:
             check()

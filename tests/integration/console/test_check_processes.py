@@ -95,8 +95,8 @@ class TestReward:
         (run_files.parent / "mine.py").write_text(source)
         override = f"reward.function={run_files.parent}/mine.py:contains"
         lines = describe(preflight.examine(run_files, [override]))
-        (told,) = [text for _, text in lines if text.startswith("completions: chats, [{'role': 'assistant'")]
-        assert told.endswith("(because prompt is a list of messages): reward contains")
+        (form,) = [text for _, text in lines if text.startswith("completions: chats, [{'role': 'assistant'")]
+        assert form.endswith("(because prompt is a list of messages): reward contains")
 
 
 class TestServers:
