@@ -4,6 +4,8 @@ Each message says what was found, what was expected and what to do. Command line
 without a traceback and exit with `exit_code`.
 """
 
+from collections.abc import Sequence
+
 
 class TidemillError(Exception):
     """Root of every error that a user may see."""
@@ -17,6 +19,14 @@ class ConfigError(TidemillError):
     exit_code = 2
     unknown_fields: tuple[str, ...] = ()
     """Dotted names in the config file that match no field."""
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes at once; its text has all of them, apart from one another by an empty line."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n\n".join(problems))
+        self.problems = tuple(problems)
 
 
 class BrokerError(TidemillError):

@@ -12,7 +12,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.config.environment import NO_CONTAINERS
 from tidemill.common.data.dataset import Row
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, ConfigErrors
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.waiting import said_while_waiting
 
@@ -26,6 +26,8 @@ REMOVAL_TIMEOUT_S = 180.0
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
+PROBLEMS = "tidemill-problems: "
+"""The same where there are several mistakes in place of an answer."""
 BYTES = "hexadecimal bytes"
 """The only key of an object that stands for bytes in a request."""
 
@@ -34,10 +36,14 @@ Answer = dict[str, Any]
 
 def answer_check(answer: Callable[[Any], Answer]) -> int:
     """Main function of a checking program: reads a request in JSON from its argument, else from its input,
-    prints the answer as a line, a ConfigError to stderr. Returns the exit code."""
+    prints the answer as a line, several mistakes as one, a single ConfigError to stderr. Returns the exit
+    code."""
     text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()
     try:
         print(ANSWER + json.dumps(answer(json.loads(text, object_hook=_decode_bytes))))
+    except ConfigErrors as errors:
+        print(PROBLEMS + json.dumps(errors.problems))
+        return errors.exit_code
     except ConfigError as error:
         # One line, whatever users' exceptions say: `_ask` reads the last one.
         print(" ".join(str(error).splitlines()), file=sys.stderr)
@@ -61,12 +67,14 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> Answer:
     """Have a process of the reward service load every reward, as its workers will.
 
-    With a row, the answer's `reads` has what judges and reward models would read of it, by their names; with
+    With a row, the answer's `reads` has what judges and reward models would read of it, by their names, and
+    `gets` lines on functions that get text or chats, as the row's prompt is; with
     `calls` too, every reward that is a function is called with that row, for an empty completion, for its
     ground truth and for its prompt as completion; `called` has a line on each result.
 
     Raises:
-        ConfigError: one cannot be imported, or does not take what it will be given.
+        ConfigError: one cannot be imported, or does not take what it will be given; a `ConfigErrors` where
+            this is so of several.
     """
     request = {"config": config.model_dump(mode="json"), "row": _fields(row), "calls": calls}
     named = ", ".join(reward.function or name for name, reward in config.reward.named.items())
@@ -191,6 +199,9 @@ def _ask(program: Program, request: Any, subject: str, timeout_s: float = TIMEOU
         lines = (line for line in result.stdout.splitlines() if line.startswith(ANSWER))
         answer: Answer = json.loads(next(lines).removeprefix(ANSWER))
         return answer
+    for printed in result.stdout.splitlines():
+        if printed.startswith(PROBLEMS):
+            raise ConfigErrors(json.loads(printed.removeprefix(PROBLEMS)))
     reason = (result.stderr.strip().splitlines() or [""])[-1]
     if result.returncode != ConfigError.exit_code:
         reason = f"{subject}: its import ended Python: {reason or 'no reason given'}"

@@ -1,12 +1,15 @@
 """`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
 The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
-what judges and reward models would read of it; with `calls` too, those that are functions are called with
-it, and `faults` says which of them compare a number with text. It runs in a process of its own
+what judges and reward models would read of it, and which functions get text or chats; with `calls` too, those
+that are functions are called with it, and `faults` says which of them compare a number with text. What is
+wrong with one reward hides no mistake of another. It runs in a process of its own
 (`common/process/checks.py`): an import of a user's module runs code.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,31 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.data.dataset import PROMPT
 from tidemill.common.data.image_columns import text_of
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, ConfigErrors
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
+from tidemill.services.reward.functions.reward_function import (
+    RewardFunction,
+    TrlLog,
+    load_group_function,
+    trl_arguments,
+)
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.number_truths import find_number_faults
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.rewards.reward import FunctionReward, check_reward, kind_of, load_checked
+from tidemill.services.reward.rewards.reward import (
+    FunctionReward,
+    check_reward,
+    kind_of,
+    load_checked,
+    naming_fields,
+)
 from tidemill.services.reward.sample import RewardSample
 
 COMPLETION = "(the completion)"
+GROUP = "reward.group"
+"""Its name among the problems, beside those of rewards."""
 TEMPLATED = "(the prompt in the policy's chat template)"
 
 
@@ -35,20 +51,53 @@ def check(request: Any) -> Answer:
     run = RunConfig.model_validate(request["config"])
     row = request["row"]
     config = run.reward
+    problems = Problems(run)
     for name, reward in config.named.items():
-        check_reward(name, reward, run.servers, run.images is not None)
-        _check_tokenizer(name, reward)
+        with problems.collecting(name):
+            check_reward(name, reward, run.servers, run.images is not None)
+            _check_tokenizer(name, reward)
     if config.group:
-        load_group_function(config.group, config.group_kwargs, run.images is not None)
-    if row is None:
-        return {"reads": {}, "called": [], "faults": []}
-    _check_columns(run, row)
-    reads = readings(run, row)
-    if not request["calls"]:
-        return {"reads": reads, "called": [], "faults": []}
-    called = run_main(_call_functions(run, row))
-    faults = run_main(find_number_faults(run, _sample_of(row)))
-    return {"reads": reads, "called": called, "faults": faults}
+        with problems.collecting(GROUP):
+            load_group_function(config.group, config.group_kwargs, run.images is not None)
+    answer: Answer = {"reads": {}, "gets": [], "called": [], "faults": []}
+    if row is not None:
+        _check_columns(run, row, problems)
+        answer["reads"] = readings(run, row, problems)
+        answer["gets"] = _forms(run, row, problems)
+        if request["calls"]:
+            answer["called"] = run_main(_call_functions(run, row, problems))
+    problems.raise_all()
+    if row is not None and request["calls"]:
+        answer["faults"] = run_main(find_number_faults(run, _sample_of(row)))
+    return answer
+
+
+class Problems:
+    """What is wrong with the rewards of a run; one that failed in one check takes no part in the next."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._is_named = bool(run.reward.rewards)
+        self._by_name: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def collecting(self, name: str) -> Iterator[None]:
+        """Keep an error of the block, which checks the reward `name`."""
+        try:
+            with naming_fields(name, self._is_named and name != GROUP):
+                yield
+        except ConfigError as error:
+            self._by_name[name] = str(error)
+
+    def has(self, name: str) -> bool:
+        return name in self._by_name
+
+    def raise_all(self) -> None:
+        """Raises ConfigError: there is a mistake; a `ConfigErrors` of several."""
+        problems = [" ".join(problem.splitlines()) for problem in self._by_name.values()]
+        if len(problems) > 1:
+            raise ConfigErrors(problems)
+        if problems:
+            raise ConfigError(problems[0])
 
 
 def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
@@ -60,16 +109,12 @@ def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
         )
 
 
-def _check_columns(run: RunConfig, row: dict[str, Any]) -> None:
-    """Check that the row has the columns that functions in TRL's style require.
-
-    Raises:
-        ConfigError: it lacks one.
-    """
+def _check_columns(run: RunConfig, row: dict[str, Any], problems: Problems) -> None:
+    """Check that the row has the columns that functions in TRL's style require."""
     sample = _sample_of(row)
     for name, reward in run.reward.named.items():
         scores = reward.scores_source(sample.trajectory.data_source, sample.trajectory.source)
-        if reward.function is None or not scores or "train" not in reward.lanes:
+        if reward.function is None or not scores or "train" not in reward.lanes or problems.has(name):
             continue
         function = load_checked(name, reward, run.images is not None)
         if function.how.style is not Style.TRL:
@@ -77,21 +122,44 @@ def _check_columns(run: RunConfig, row: dict[str, Any]) -> None:
         try:
             trl_arguments(function.how, [sample], TrlLog(), {} if function.is_made else reward.kwargs)
         except AttemptError as error:
-            raise ConfigError(
-                f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, or "
-                "a default in the function."
-            ) from None
+            with problems.collecting(name):
+                raise ConfigError(
+                    f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, "
+                    "or a default in the function."
+                ) from None
 
 
-async def _call_functions(run: RunConfig, row: dict[str, Any]) -> list[str]:
-    """Call each reward function with what a model may write. Others are not called: they cost time and money,
-    and need servers. Returns one line of text for each reward.
-
-    Raises:
-        ConfigError: one of them gives no score.
-    """
+def _forms(run: RunConfig, row: dict[str, Any], problems: Problems) -> list[str]:
+    """A line on each function that gets text or chats, as the row's prompt is."""
     lines = []
     for name, reward in run.reward.named.items():
+        if reward.function is None or problems.has(name):
+            continue
+        form = form_of_completions(load_checked(name, reward, run.images is not None), _sample_of(row))
+        if form:
+            lines.append(f"{form}: reward {name}")
+    return lines
+
+
+def form_of_completions(function: RewardFunction, sample: RewardSample) -> str:
+    """In which form a function gets the completions of this row; empty where it always gets text."""
+    name = {Style.TRL: "completions", Style.VERIFIERS: "completion"}.get(function.how.style)
+    if name is None:
+        return ""
+    if sample.messages is None:
+        return f"{name}: text (because prompt is text)"
+    chats = "chats" if function.how.style is Style.TRL else "a chat"
+    message = "[{'role': 'assistant', 'content': ...}]"
+    return f"{name}: {chats}, {message} (because prompt is a list of messages)"
+
+
+async def _call_functions(run: RunConfig, row: dict[str, Any], problems: Problems) -> list[str]:
+    """Call each reward function with what a model may write. Others are not called: they cost time and money,
+    and need servers. Returns one line of text for each reward."""
+    lines = []
+    for name, reward in run.reward.named.items():
+        if problems.has(name):
+            continue
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
             continue
@@ -100,11 +168,14 @@ async def _call_functions(run: RunConfig, row: dict[str, Any]) -> list[str]:
             lines.append(f"{name} was not called: it takes pictures, which are stored as a run starts")
             continue
         called = FunctionReward(function, reward.timeout_s, num_processes=1)
-        try:
-            values = [await _value_for(name, called, row, *completion) for completion in _completions(row)]
-        finally:
-            await called.close()
-        lines.append(f"{name} gave {', '.join(values)}")
+        with problems.collecting(name):
+            try:
+                values = [
+                    await _value_for(name, called, row, *completion) for completion in _completions(row)
+                ]
+            finally:
+                await called.close()
+            lines.append(f"{name} gave {', '.join(values)}")
     return lines
 
 
@@ -125,20 +196,22 @@ async def _value_for(
     name: str, called: FunctionReward, row: dict[str, Any], input_name: str, completion: str
 ) -> str:
     """The score of one completion, in words. Raises ConfigError: it gives none."""
+    sample = _sample_of(row, completion)
     try:
-        outcome = await called.score(_sample_of(row, completion))
+        outcome = await called.score(sample)
     except AttemptError as error:
-        raise ConfigError(f"reward {name}: called with {input_name}, it gave no score: {error}") from None
+        form = form_of_completions(called.function, sample)
+        hint = f". It gets {form}" if form else ""
+        raise ConfigError(
+            f"reward {name}: called with {input_name}, it gave no score: {error}{hint}"
+        ) from None
     value = "None" if outcome.value is None else f"{outcome.value:g}"
     return f"{value} for {input_name}"
 
 
-def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
-    """Name of the reward -> the text of its request for this row; rewards without servers are left out.
-
-    Raises:
-        ConfigError: the template of a judge or teacher cannot be filled in for it.
-    """
+def readings(run: RunConfig, row: dict[str, Any], problems: Problems) -> dict[str, str]:
+    """Name of the reward -> the text of its request for this row; rewards without servers are left out. That
+    the template of a judge or teacher cannot be filled in for it is one of the problems."""
     prompt = row["prompt"]
     extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]
     own_text = prompt if isinstance(prompt, str) else ""
@@ -150,11 +223,14 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
             sample.trajectory.data_source, sample.trajectory.source
         ):
             continue
+        if problems.has(name):
+            continue
         try:
             readings_by_name[name] = reading(name, reward, sample, run.servers[reward.servers])
         except AttemptError as error:
             if "train" in reward.lanes:
-                raise ConfigError(f"reward {name}: for the first training row, {error}") from None
+                with problems.collecting(name):
+                    raise ConfigError(f"reward {name}: for the first training row, {error}") from None
             readings_by_name[name] = str(error)  # the rows of an evaluation may have other columns
     return readings_by_name
 

@@ -36,6 +36,11 @@ EXPECTED = "expected a finite number, or a dict with such a number under 'score'
 
 OUTAGES = (OSError, MemoryError)
 """Errors of connections, servers, disks and memory: they pass, and say nothing of the code."""
+AWAIT_IT = (
+    "await it in a function declared with `async def`: `return await ...`, or "
+    "`return await asyncio.gather(*...)` for several"
+)
+"""Remedy where a coroutine was returned: by a plain function, or by an async one that calls another one."""
 NETWORK_MODULES = frozenset(
     (
         "asyncio",
@@ -419,7 +424,7 @@ def _kind(value: Any) -> str:
     if getattr(value, "shape", None) is not None:
         return f"an array of shape {tuple(value.shape)}"
     if hasattr(value, "__await__"):
-        return "a coroutine (declare the function with `async def`)"
+        return f"a {type(value).__name__}, which nothing awaits: {AWAIT_IT}"
     article = "an" if type(value).__name__[:1].lower() in "aeiou" else "a"
     return f"{article} {type(value).__name__}"
 

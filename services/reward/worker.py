@@ -33,7 +33,7 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
@@ -74,16 +74,13 @@ class WorkerMetrics:
         activity: Activity,
         config: RewardConfig,
         reward: WeightedSum,
-        failures: Callable[[], dict[str, int]] = dict,
-        failed_attempts: Callable[[], list[Failure]] = list,
+        post_processing: PostProcessing | None = None,
     ) -> None:
-        """`failures` returns the counts of failures outside of `reward`, by name; `failed_attempts` the
-        attempts outside of it that failed, by cause."""
+        """`post_processing` is what changes the rewards of whole groups, if anything does."""
         self._activity = activity
         self._config = config
         self._reward = reward
-        self._failures = failures
-        self._failed_attempts = failed_attempts
+        self._post_processing = post_processing
         self._executions = [
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
         ]
@@ -148,10 +145,18 @@ class WorkerMetrics:
             timeout=self._statuses[ScoreStatus.TIMEOUT],
             per_s=round(rate, 2),
         )
-        failures = self._reward.failures() | self._failures()
+        failures = self._reward.failures()
+        deaths = self._reward.deaths
+        beat.failures += self._reward.failed_attempts
+        if self._post_processing is not None:
+            failures |= self._post_processing.failures_by_name()
+            deaths += self._post_processing.deaths
+            notes += self._post_processing.notes
+            beat.failures += self._post_processing.log.failures
         beat.counts.update({f"{FAILURES}{name}": count for name, count in failures.items()})
-        beat.failures += self._reward.failed_attempts + self._failed_attempts()
         beat.counts[FAILING_SHARE] = round(self._failing_share(beat.failures), 4)
+        # Last: a death fails no attempt, as its calls are run again.
+        beat.failures += deaths
         beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
         if beat.detail:
             notes.insert(0, beat.detail)
@@ -219,8 +224,7 @@ async def serve(context: ServiceContext) -> None:
             context.activity,
             config,
             reward,
-            post_processing.failures_by_name,
-            lambda: post_processing.log.failures,
+            post_processing,
         )
         context.reporters.append(counts.report)
         async with asyncio.TaskGroup() as lanes:

@@ -23,7 +23,7 @@ from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.config.section import Section
 from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.data.prompt_lengths import NotMeasuredError, with_steps
-from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.errors import ConfigError, ConfigErrors, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_reward
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
@@ -260,10 +260,12 @@ def examine(
         lambda: check_loggers(findings.config.trainer.loggers),
         lambda: _reach_redis(findings),
     ]
-    problems = []
+    problems: list[str] = []
     for check in checks:
         try:
             check()
+        except ConfigErrors as errors:
+            problems += errors.problems
         except TidemillError as error:
             problems.append(str(error))
     if problems:
@@ -337,6 +339,7 @@ def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> N
     if row is not None:
         findings.gets = describe_arguments(row)
     answer = check_reward(findings.config, row, calls_reward and row is not None)
+    findings.gets += answer["gets"]
     findings.rewards = answer["called"]
     findings.reads = answer["reads"]
     findings.notes += answer["faults"]

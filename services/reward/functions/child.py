@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
@@ -47,6 +47,7 @@ from tidemill.common.process.children import (
 )
 from tidemill.common.process.shortage import NO_THREAD, is_machine_fault
 from tidemill.services.reward.functions.request import (
+    RAISE_LIMIT,
     Callee,
     LongCall,
     answer_to,
@@ -76,6 +77,8 @@ FLUSH_S = 1.0
 LEAST_S = 0.05
 """Shortest time over which the load is measured."""
 CALLER = "services/reward/functions/reward_function.py"
+IMPORTLIB = "<frozen importlib"
+"""Files of frames that import a module."""
 OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
 
 _has_used_signals = threading.Event()
@@ -549,9 +552,13 @@ class LoopCalls:
         """Cancel a call, and fail it even if it ignores that."""
         # First: `_run` finds the call gone then, and sends no second answer.
         del self._running[number]
+        # Before it is cancelled, which changes where it is.
+        stack = _awaited_stack(call.task)
+        has_begun = not all(_is_ours(frame.filename) for frame in stack)
+        at = f"; it waited, in the end in {_where(stack)}" if has_begun else ""
         call.task.cancel()
-        error = AttemptError(f"no result within {call.timeout_s:g} s (timeout_s)", is_timeout=True)
-        self._answer(number, failure_to_wire(error), call)
+        reason = f"no result within {call.timeout_s:g} s (timeout_s){at}; {RAISE_LIMIT}"
+        self._answer(number, failure_to_wire(AttemptError(reason, is_timeout=True)), call)
 
     def _break_off(self, number: int) -> None:
         """Cancel a call whose caller has gone."""
@@ -562,14 +569,34 @@ class LoopCalls:
             self._begin_next()
 
 
-def _where(stack: "traceback.StackSummary") -> str:
-    """The user's line that does not return, and what it called."""
+def _awaited_stack(task: "asyncio.Task[Any]") -> list[traceback.FrameSummary]:
+    """The lines at which a task that waits has stopped, from the outermost coroutine to the innermost one; a
+    task's own `get_stack` has the outermost one alone."""
+    stack: list[traceback.FrameSummary] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is None:  # a future, say
+            break
+        code = frame.f_code
+        stack.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name))
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return stack
+
+
+def _where(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The user's line that does not return, and what it called; empty where no frame has a file."""
     callers = (number for number, frame in enumerate(stack) if frame.filename.endswith(CALLER))
     inside = stack[next(callers, 0) :]
-    last = stack[-1]
-    first = next((frame for frame in inside if not _is_ours(frame.filename)), last)
+    # Code that was made while the program runs, and Python's frozen modules, have no file to look at.
+    lines = [frame for frame in inside if not frame.filename.startswith("<")]
+    if not lines:
+        return ""
+    first = next((frame for frame in lines if not _is_ours(frame.filename)), lines[-1])
     text = _line_of(first)
-    return text if last is first else f"{text}, in {_line_of(last)}"
+    if any(frame.filename.startswith(IMPORTLIB) for frame in inside):
+        return f"{text}, while importing; import at the top of the file, which counts against no call"
+    return text if lines[-1] is first else f"{text}, in {_line_of(lines[-1])}"
 
 
 def _is_ours(file: str) -> bool:

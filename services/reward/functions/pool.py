@@ -14,6 +14,7 @@ another process of the pool can take it.
 
 A call that crashes its process is found by bisection: calls that were in flight together run again in a
 process apart, each time at most half as many at once, until one is alone, and fails, when its process dies.
+What crashes now and then is never alone then, so that no attempt fails: each death is counted by itself.
 """
 
 import asyncio
@@ -21,18 +22,26 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
 from tidemill.common.errors import MachineFaultError
-from tidemill.common.process.failures import is_logged
+from tidemill.common.process.failures import Failure, FailureLog, is_logged
 from tidemill.common.process.programs import Child
 from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
-from tidemill.services.reward.functions.request import Callee, LongCall, Request, failure_of, outcomes_of
+from tidemill.services.reward.functions.request import (
+    RAISE_LIMIT,
+    Callee,
+    LongCall,
+    Request,
+    failure_of,
+    outcomes_of,
+)
 from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, RewardOutcome
 
 log = structlog.get_logger(__name__)
@@ -54,6 +63,8 @@ SLOW_S = 10.0
 """Calls that compute for longer are named before their limit: they may loop."""
 SILENT_S = 1.5
 """A process without a beat for this long runs no Python code: some call holds the interpreter's lock."""
+DIED = "died"
+"""Kind of a death that fails no attempt, beside the kinds of failures."""
 GRACE_S = 5.0
 """An async process is killed after this long, plus the shortest limit of its calls, without a beat."""
 
@@ -103,6 +114,10 @@ class Execution:
         for pool in self._pools.values():
             texts += [pool.blockage.note_text, pool.slow_text, pool.short_text]
         return [text for text in texts if text]
+
+    def deaths(self, subject: str) -> list[Failure]:
+        """Deaths of its processes that failed no attempt, by cause; `subject` is whose processes they are."""
+        return [death for pool in self._pools.values() for death in pool.deaths.by_cause(subject)]
 
     def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
         """Begin a call for one sample without a task that waits for it; see `Reward.begin`."""
@@ -191,7 +206,42 @@ class Blockage:
         """Text for the heartbeat; empty if no loop was blocked in the last `SHOWN_S`."""
         if time.monotonic() - self._seen_at > SHOWN_S:
             return ""
-        return f"{self.name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
+        at = f": {self._where}" if self._where else ""
+        return f"{self.name} blocks its event loop, up to {self._longest_s:.1f} s{at}"
+
+
+class Deaths:
+    """Counts the deaths of one function's processes that fail no attempt: the calls are run again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._log = FailureLog()
+        self._num_seen = 0
+
+    def note(self, reason: str, num_calls: int, is_timeout: bool) -> None:
+        """Count a process that ended for `reason` while `num_calls` calls ran in it; logged the 1st time, the
+        2nd, the 4th, and so on."""
+        if num_calls == 0:
+            consequence = "with no call running; the next call starts another one"
+        elif num_calls == 1:
+            consequence = "with 1 call running; it is run again"
+        else:
+            consequence = f"with {num_calls} calls running; they are run again"
+        problem = f"{reason} {consequence}"
+        self._log.note("", "timeout" if is_timeout else DIED, problem)
+        self._num_seen += 1
+        if is_logged(self._num_seen):
+            log.warning(
+                "a process of a reward function died",
+                reward=self._name,
+                problem=problem,
+                so_far=self._num_seen,
+                remedy="look for what ends Python (os._exit), crashes in native code, needs more memory than "
+                "there is, or holds the interpreter's lock",
+            )
+
+    def by_cause(self, subject: str) -> list[Failure]:
+        return [replace(death, what=subject) for death in self._log.failures]
 
 
 class ProcessLostError(Exception):
@@ -233,6 +283,7 @@ class ProcessPool:
         self._failed: OrderedDict[int, tuple[Trajectory, Exception]] = OrderedDict()
         """By id of its trajectory: why a call that `begin` began has failed, for `run`."""
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
+        self.deaths = Deaths(self.blockage.name)
         self._num_refused = 0
         self.short_text = ""
         """Text for the heartbeat: why there are fewer processes than configured."""
@@ -365,7 +416,7 @@ class ProcessPool:
         best = min(sound, key=lambda process: process.num_taken, default=None)
         if (best is None or best.num_taken) and len(sound) < self._size:
             try:
-                new = ScoringProcess(self._is_async, self.blockage.note)
+                new = ScoringProcess(self._is_async, self.blockage.note, self._note_death)
             except MachineFaultError as fault:
                 if best is None:
                     raise
@@ -400,7 +451,7 @@ class ProcessPool:
                 await self._freed_apart.wait()
             # Before the share is taken: it is not given back where no process can be started.
             if self._apart is None or not self._apart.is_sound:
-                self._apart = ScoringProcess(self._is_async, self.blockage.note)
+                self._apart = ScoringProcess(self._is_async, self.blockage.note, self._note_death)
             self._taken_apart += share
             process = self._apart
             process.num_taken += 1
@@ -412,6 +463,13 @@ class ProcessPool:
             if not process.num_taken:
                 self._discard(process)
             self._freed_apart.set()
+
+    def _note_death(self, process: "ScoringProcess", reason: str, num_calls: int, is_timeout: bool) -> None:
+        """Count a death that fails no attempt."""
+        self.deaths.note(reason, num_calls, is_timeout)
+        # Where calls are left, the last one that leaves does it.
+        if process in self._processes and not process.num_taken:
+            self._discard(process)
 
     def _discard(self, process: "ScoringProcess") -> None:
         if process in self._processes:
@@ -429,6 +487,8 @@ def _identity(request: Request) -> object:
     return tuple((sample.key, sample.is_evaluation) for sample in request.samples)
 
 
+OnDeath = Callable[["ScoringProcess", str, int, bool], None]
+"""Gets a process that has ended and failed no call, why, how many calls ran, and whether a limit was why."""
 EndOfCall = Callable[[list[RewardOutcome] | None, Exception | None], None]
 """Gets the outcomes of a call, or why there are none; neither where it was broken off."""
 
@@ -482,10 +542,20 @@ class ScoringProcess(WorkerProcess):
     loop stands still for longer than a call may take. While it `is_sound` it may be given calls.
     """
 
-    def __init__(self, is_async: bool, on_blocked: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        is_async: bool,
+        on_blocked: Callable[[dict[str, Any]], None],
+        on_death: OnDeath | None = None,
+    ) -> None:
+        """`on_death` is called where the process has ended and no call fails for it: with the reason, how
+        many calls ran, and whether it was killed at a limit."""
         super().__init__(Child.SCORING, "the reward function")
         self._is_async = is_async
         self._on_blocked = on_blocked
+        self._on_death = on_death
+        self._is_ended_by_us = False
+        """Whether the worker has ended it: nothing is wrong with it where no call is left."""
         self._limits: dict[int, float] = {}
         """Seconds that each call may take."""
         self._watching: asyncio.Task[None] | None = None
@@ -595,13 +665,24 @@ class ScoringProcess(WorkerProcess):
         if self._watching is not None:
             self._watching.cancel()
         unanswered = {number: answer for number, answer in self.waiting.items() if not answer.done()}
-        for number, answer in unanswered.items():
+        suspects: dict[int, int] = {}
+        for number in unanswered:
             if to_blame is not None:
-                num_suspects = int(number == to_blame)
+                suspects[number] = int(number == to_blame)
             else:
                 # A call that no caller waits for any more may have caused it as well.
-                num_suspects = len(unanswered) + self._has_stragglers
-            answer.set_exception(ProcessLostError(reason, num_suspects, is_timeout))
+                suspects[number] = len(unanswered) + self._has_stragglers
+        is_failure = 1 in suspects.values()
+        is_expected = not unanswered and self._is_ended_by_us
+        if self._on_death is not None and not is_failure and not is_expected:
+            self._on_death(self, reason, len(unanswered), is_timeout)
+        for number, answer in unanswered.items():
+            answer.set_exception(ProcessLostError(reason, suspects[number], is_timeout))
+
+    def _lose(self) -> None:
+        # Whoever ends it has marked it before: it was to get no more calls.
+        self._is_ended_by_us = not self.is_sound
+        super()._lose()
 
     async def start(self, spec: dict[str, Any]) -> None:
         await super().start(spec)
@@ -623,7 +704,7 @@ class ScoringProcess(WorkerProcess):
         limit_s = max(self._limits.values(), default=0.0) if owner is None else self._limits[owner]
         if self._limits and beat["step_s"] > limit_s:
             self.kill()
-            where = f"{beat['where']} blocks; its process was killed"
+            where = f"{beat['where'] or 'it'} blocks; its process was killed"
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
     def _end_late(self, number: int, timeout_s: float) -> None:
@@ -635,8 +716,8 @@ class ScoringProcess(WorkerProcess):
         at = ""
         if call is not None:
             doing = "it computed" if call.is_computing else "it waited"
-            at = f"; {doing}, in the end in {call.where}"
-        reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed"
+            at = f"; {doing}, in the end in {call.where}" if call.where else f"; {doing}"
+        reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed; {RAISE_LIMIT}"
         if len(self._limits) > 1 and time.monotonic() - self._beat_at > SILENT_S:
             self.kill()  # the call that holds the interpreter's lock holds up all of them
             self.fail(reason, is_timeout=True)

@@ -15,6 +15,8 @@ from tidemill.services.reward.sample import RewardSample
 
 T = TypeVar("T")
 
+RAISE_LIMIT = "raise timeout_s of the reward if its calls need longer"
+"""Remedy of a call that is late."""
 LANES = {lane.value: lane for lane in Lane}
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
-from tidemill.common.process.failures import FailureLog
+from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery
 from tidemill.common.streams.consumer import Consumer
@@ -280,6 +280,16 @@ class PostProcessing:
     def failures_by_name(self) -> dict[str, int]:
         """`group:<kind>` -> number of groups whose post-processing failed."""
         return {f"{GROUP}:{kind}": count for kind, count in self.failures.items()}
+
+    @property
+    def deaths(self) -> list[Failure]:
+        """Processes of `reward.group` that died and failed no attempt, by cause."""
+        return [] if self._execution is None else self._execution.deaths(f"a process of the {GROUP_FUNCTION}")
+
+    @property
+    def notes(self) -> list[str]:
+        """Texts for the heartbeat about what is wrong with the processes of `reward.group`."""
+        return [] if self._execution is None else self._execution.notes
 
     async def close(self) -> None:
         if self._execution is not None:

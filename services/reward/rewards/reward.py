@@ -5,9 +5,11 @@ one attempt. Retries, backoff, concurrency, cache and failure policy are the sam
 `weighted_sum.py` and `attempts.py`.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from tidemill.services.reward.pictures import PictureReader
 
 NUM_TURNS = "num_turns"
+_FIELD = re.compile(r"\breward\.(function|kwargs)\b")
+"""A field of a single function, as errors about it name it."""
 
 
 class FunctionReward(Reward):
@@ -116,6 +120,22 @@ def load_checked(name: str, config: NamedRewardConfig, has_pictures: bool) -> Re
             f"reward {name}: {config.function} takes {ROUTER}; say with `router` which servers' it is"
         )
     return function
+
+
+@contextlib.contextmanager
+def naming_fields(name: str, is_named: bool) -> Iterator[None]:
+    """Have errors about a function name the field of the config that is wrong: that of the reward `name`
+    below `reward.rewards`, where the run names its rewards.
+
+    Raises:
+        ConfigError: what the block raised, so changed.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not is_named:
+            raise
+        raise ConfigError(_FIELD.sub(rf"reward.rewards.{name}.\1", str(error))) from error
 
 
 class EnvironmentReward(Reward):

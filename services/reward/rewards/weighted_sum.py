@@ -32,7 +32,7 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.cache import RewardCache, version_of
-from tidemill.services.reward.rewards.reward import FunctionReward, make_reward
+from tidemill.services.reward.rewards.reward import FunctionReward, make_reward, naming_fields
 from tidemill.services.reward.sample import RewardSample
 
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
@@ -254,6 +254,15 @@ class WeightedSum:
         """Attempts that failed, by reward and cause."""
         return [failure for named in self.rewards for failure in named.log.failures]
 
+    @property
+    def deaths(self) -> list[Failure]:
+        """Processes of functions that died and failed no attempt, by reward and cause."""
+        deaths: list[Failure] = []
+        for named in self.rewards:
+            if isinstance(named.reward, FunctionReward):
+                deaths += named.reward.execution.deaths(f"a process of reward {named.name}")
+        return deaths
+
     async def start(self) -> None:
         """Start what the rewards need before the first sample comes."""
         await asyncio.gather(*(named.reward.start() for named in self.rewards))
@@ -280,7 +289,8 @@ def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) ->
     cache = RewardCache(dependencies.broker, dependencies.keys, config.cache_mb << 20)
     rewards: list[NamedReward] = []
     for name, named in config.named.items():
-        reward = make_reward(name, named, dependencies)
+        with naming_fields(name, bool(config.rewards)):
+            reward = make_reward(name, named, dependencies)
         # A function asks the servers of its router: what they serve decides its result, too.
         servers = dependencies.config.servers.get(named.servers or named.router)
         rewards.append(NamedReward(name, named, reward, cache if named.is_cached else None, servers))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.programs import ending_in_words
 from tidemill.services.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     LAUNCHER,
@@ -161,6 +162,12 @@ class Template:
         except subprocess.TimeoutExpired:
             return True
 
+    @property
+    def exit_code(self) -> int:
+        """Of one that `has_failed`: negative for a signal, which is SIGKILL where it has yet to end."""
+        code = self._process.returncode
+        return -signal.SIGKILL if code is None else code
+
     def reap(self, pid: int) -> bool:
         """Reap a child that has ended, if it is this one; `has_failed` then says how it ended.
         Returns whether it is this one."""
@@ -277,6 +284,14 @@ class WarmJails:
                 continue
             if template.has_failed():
                 self.note_failure()
+                pause_s = self._paused_until - time.monotonic()
+                ending = ending_in_words(template.exit_code)
+                print(
+                    f"tidemill sandbox: a warm jail died ({ending}); programs get jails of their own for "
+                    f"{pause_s:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             else:
                 self._pause_s = FIRST_PAUSE_S
         if self.is_paused:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.rewards import beat_of, num_pending, obedient_functions, peak, scores, worker
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.process.heartbeats import FAILING_SHARE, FAILURES
 from tidemill.common.process.shortage import make_fault
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
@@ -113,6 +114,23 @@ async def test_a_call_that_ends_its_process_fails_alone(put, reward, tasks, brok
     assert "exit code 3" in published[5].error and published[5].attempts == 2
     assert all(score.attempts == 1 for score in published if score.index != 5), "nobody else's fault"
     assert len(tasks) == 11
+
+
+async def test_a_death_that_fails_no_attempt_is_in_the_heartbeat_and_no_attempt(
+    put, reward, broker, keys, tmp_path
+):
+    marker = f"__import__('pathlib').Path({str(tmp_path / 'has died')!r})"
+    death = f"await asyncio.sleep(0.1)\nif not {marker}.exists():\n    {marker}.touch(); os._exit(0)"
+    await put(*["await asyncio.sleep(0.3)"] * 5, death, *["await asyncio.sleep(0.3)"] * 5)
+    async with worker(broker, keys, **reward, max_attempts=1) as context:
+        published = await scores(broker, keys, 11)
+        beat = beat_of(context)
+    assert {(score.status, score.attempts) for score in published} == {(ScoreStatus.OK, 1)}
+    (failure,) = beat.failures
+    assert failure.what.startswith("a process of reward ") and (failure.kind, failure.count) == ("died", 1)
+    assert "exit code 0" in failure.reason and "run again" in failure.reason
+    assert beat.counts[FAILING_SHARE] == 0.0
+    assert not any(name.startswith(FAILURES) for name in beat.counts)
 
 
 async def test_after_a_call_that_ended_its_process_first_attempts_need_no_task_again(

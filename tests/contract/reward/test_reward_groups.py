@@ -8,7 +8,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
-from tests.support.rewards import group, num_pending, scores, worker
+from tests.support.rewards import beat_of, group, num_pending, scores, worker
 from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
@@ -71,6 +71,11 @@ SOURCE = """
     class Breaks(Agent):
         def post_process_scores(self, scores):
             raise RuntimeError("no group today")
+
+    def dies_afterwards(scores):
+        import os, threading
+        threading.Timer(0.2, os._exit, (3,)).start()
+        return scores
 
     class Waits:
         async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
@@ -136,6 +141,16 @@ async def test_a_group_is_published_at_once_when_its_last_score_is_in(broker, ke
     ]
     assert len({score.tokens_digest for score in published}) == SIZE
     assert await num_pending(broker, keys) == 0
+
+
+async def test_a_process_of_the_group_function_that_dies_is_in_the_heartbeat(broker, keys, path):
+    async with worker(broker, keys, function=f"{path}:number", group=f"{path}:dies_afterwards") as context:
+        await append(broker, keys.trajectories(), *group("4", "1", "3", "1"))
+        published = await scores(broker, keys, SIZE)
+        (death,) = await wait_until(lambda: beat_of(context).failures)
+    assert {score.status for score in published} == {ScoreStatus.OK}
+    assert (death.what, death.kind) == ("a process of the group function", "died")
+    assert "exit code 3" in death.reason and "no call running" in death.reason
 
 
 async def test_every_group_is_scored_once_by_several_workers(broker: Broker, keys: Keys, path: str) -> None:

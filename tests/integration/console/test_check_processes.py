@@ -75,6 +75,29 @@ class TestReward:
         with pytest.raises(ConfigError, match=f"called with {argument}, it gave no score"):
             check(body, True)
 
+    def test_each_reward_that_is_wrong_is_a_mistake_by_itself(self, run_files: Path) -> None:
+        (run_files.parent / "mine.py").write_text("def raises(solution_str): return 1 / 0\n")
+        names = ("raises", "missing", "lost")
+        trees = ", ".join(f"{name}: {{function: '{run_files.parent}/mine.py:{name}'}}" for name in names)
+        with pytest.raises(ConfigError, match="3 problems") as caught:
+            preflight.examine(run_files, [f"reward.rewards={{{trees}}}"], True)
+        assert "reward.rewards.missing.function " in str(caught.value)
+        assert "reward.rewards.lost.function " in str(caught.value)
+        assert "ZeroDivisionError" in str(caught.value)
+
+    def test_what_a_function_of_trls_gets_is_told(self, run_files: Path) -> None:
+        """`"1" in completion` is False for a list of messages, and nothing fails."""
+        row = {"prompt": [{"role": "user", "content": "a b"}], "ground_truth": "1"}
+        (run_files.parent / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        make_folder(run_files.parent / "model", chat_template=template)
+        source = "def contains(completions, **_): return [float('1' in c) for c in completions]\n"
+        (run_files.parent / "mine.py").write_text(source)
+        override = f"reward.function={run_files.parent}/mine.py:contains"
+        lines = describe(preflight.examine(run_files, [override]))
+        (form,) = [text for _, text in lines if text.startswith("completions: chats, [{'role': 'assistant'")]
+        assert form.endswith("(because prompt is a list of messages): reward contains")
+
 
 class TestServers:
     """Rewards with servers on this machine: what cannot work is found before anything is started."""

@@ -92,6 +92,19 @@ async def test_a_late_call_is_named_with_its_line_and_one_that_computes_is_an_er
     assert (late[SPIN].is_code_error, late[HANG].is_code_error, late[HANG].is_final) == (True, False, False)
 
 
+async def test_a_late_async_call_is_named_with_the_line_it_awaits_and_the_remedy(tmp_path: Path) -> None:
+    function = tmp_path / "slow.py"
+    body = "import asyncio\nasync def ask():\n    await asyncio.sleep(60)\n"
+    function.write_text(f"{body}async def judge(data_source, solution_str, ground_truth):\n    await ask()\n")
+    pool = Pool(f"{function}:judge", is_async=True)
+    with pytest.raises(AttemptError) as caught:
+        await pool.score("", 1.0)
+    await pool.close()
+    assert caught.value.is_timeout and not caught.value.is_code_error
+    assert "it waited, in the end in judge (slow.py, line 5), in sleep (" in str(caught.value)
+    assert "raise timeout_s" in str(caught.value)
+
+
 async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         task = asyncio.create_task(pool.score(HANG, 3600, "cancelled"))
@@ -198,6 +211,51 @@ async def test_a_call_that_ends_its_process_fails_alone(tmp_path, name, wait, de
             await pool.score(death, index=7)
         assert not caught.value.is_timeout
         assert len(await asyncio.gather(*others)) == 4
+
+
+DIES_ONCE = """
+if not (FOLDER / 'has died').exists():
+    (FOLDER / 'has died').touch()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("name", "wait"), [("plain", WAIT), ("awaited", AWAIT)])
+async def test_a_death_that_fails_no_call_is_counted_with_its_cause(tmp_path, name, wait):
+    """What crashes now and then is never alone with its process, so no attempt fails."""
+    async with crowded(tmp_path, name) as pool:
+        codes = [wait] * 7 + [DIES_ONCE] + [wait] * 8
+        outcomes = await asyncio.gather(*(pool.score(code, index=i) for i, code in enumerate(codes)))
+        (death,) = pool.deaths.by_cause("a process of reward mine")
+    assert [outcome.value for outcome in outcomes] == [1.0] * 16
+    assert (death.what, death.kind, death.count) == ("a process of reward mine", "died", 1)
+    assert "died (exit code 0) with " in death.reason and "run again" in death.reason
+
+
+async def test_a_process_that_dies_while_no_call_runs_is_counted_and_forgotten(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "awaited") as pool:
+        await pool.score("asyncio.get_running_loop().call_later(0.2, os._exit, 3)")
+        await wait_until(lambda: pool.deaths.by_cause(""))
+        (death,) = pool.deaths.by_cause("")
+        assert "exit code 3" in death.reason and "no call running" in death.reason
+        assert pool._processes == []
+        assert (await pool.score("pass")).value == 1.0
+
+
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+async def test_what_ends_for_another_reason_is_no_death(tmp_path, name):
+    """Processes that end with their pool, with a call that is cancelled, or with one that fails for it."""
+    pool = Pool(f"{obedient_functions(tmp_path)}:{name}", is_async=name == "awaited")
+    await pool.score("pass")
+    with pytest.raises(AttemptError, match="exit code 3"):
+        await pool.score("os._exit(3)")
+    call = asyncio.create_task(pool.score(f"{HANG}", 3600, "cancelled"))
+    await wait_until(lambda: pid_of(tmp_path, "cancelled"))
+    call.cancel()
+    await asyncio.wait({call})
+    await pool.score("pass", index=1)
+    await pool.close()
+    assert pool.deaths.by_cause("") == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from traceback import FrameSummary
 from typing import Any
 
 import pytest
@@ -30,6 +31,33 @@ class Index(Callee):
     async def call(self, request: Request) -> list[RewardOutcome]:
         await asyncio.sleep(0)
         return [RewardOutcome(float(sample.key[1])) for sample in request.samples]
+
+
+def frame(file: str, line: int, name: str) -> FrameSummary:
+    return FrameSummary(file, line, name)
+
+
+OURS = frame("/x/services/reward/functions/reward_function.py", 9, "call")
+MINE = frame("/home/me/mine.py", 3, "judge")
+
+
+@pytest.mark.parametrize(
+    ("inside", "where"),
+    [
+        ([MINE], "judge (mine.py, line 3)"),
+        ([MINE, frame("/lib/ssl.py", 7, "load")], "judge (mine.py, line 3), in load (ssl.py, line 7)"),
+        # Made while the program runs: there is no such line to look at.
+        ([MINE, frame("<string>", 0, "<module>")], "judge (mine.py, line 3)"),
+        (
+            [MINE, frame("<frozen importlib._bootstrap>", 1, "_load"), frame("/lib/torch.py", 1, "<module>")],
+            "judge (mine.py, line 3), while importing; import at the top of the file, which counts against "
+            "no call",
+        ),
+        ([frame("<string>", 0, "<module>")], "call (reward_function.py, line 9)"),
+    ],
+)
+def test_a_call_that_takes_long_is_named_by_a_line_that_can_be_looked_at(inside, where):
+    assert child._where([OURS, *inside]) == where
 
 
 def sent(num_calls: int) -> list[list[float]]:

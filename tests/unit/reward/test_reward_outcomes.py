@@ -20,6 +20,7 @@ from tidemill.services.reward.outcome import (
     RewardOutcome,
     contained,
     interpret,
+    interpret_list,
     users_own,
 )
 from tidemill.services.reward.rewards.groups import GroupResult
@@ -82,13 +83,17 @@ def test_anything_else_is_a_failure_with_its_reason(returned: Any, reason: str) 
     assert not caught.value.is_timeout
 
 
-def test_a_coroutine_is_told_to_be_declared_async() -> None:
+def test_a_coroutine_is_to_be_awaited_in_an_async_function() -> None:
+    """It may be one already, and have forgotten `await`."""
+
     async def score() -> float:
         return 1.0
 
     coroutine = score()
-    with pytest.raises(AttemptError, match="async def"):
+    with pytest.raises(AttemptError, match=r"a coroutine.*`async def`.*`return await \.\.\.`"):
         interpret(coroutine)
+    with pytest.raises(AttemptError, match=r"element 0 is a coroutine.*asyncio\.gather"):
+        interpret_list([coroutine], 1)
     coroutine.close()
 
 

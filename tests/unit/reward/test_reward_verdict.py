@@ -14,8 +14,8 @@ from tests.support.rewards import make_sample
 from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
-from tidemill.common.errors import ConfigError
-from tidemill.services.reward.check import check, readings
+from tidemill.common.errors import ConfigError, ConfigErrors
+from tidemill.services.reward.check import Problems, check, readings
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from tidemill.services.reward.remote.judge import JudgePrompt, Verdict
@@ -311,14 +311,19 @@ def run_of(rewards: dict[str, Any]) -> RunConfig:
 def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
     row = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {}}
     tree = {"judge": {"servers": "s", "template": "{{ extra.level }}: {{ completion }}"}}
+    problems = Problems(run_of({"j": tree}))
+    readings(run_of({"j": tree}), row, problems)
     with pytest.raises(ConfigError, match=r"reward j: for the first training row, .*no attribute 'level'"):
-        readings(run_of({"j": tree}), row)
+        problems.raise_all()
     both = {"j": tree | {"lanes": ["eval"]}, "f": {"function": "exact_match"}}
-    texts = readings(run_of(both), row)
+    problems = Problems(run_of(both))
+    texts = readings(run_of(both), row, problems)
+    problems.raise_all()
     assert "cannot be filled in" in texts["j"]
 
 
 JUDGE = {"servers": "s", "template": "{{ completion }}"}
+CHAT = [{"role": "user", "content": "1+1?"}]
 ROW = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}
 
 
@@ -339,6 +344,62 @@ def test_the_check_refuses_what_would_fail_every_sample(tmp_path, rewards, said)
     request = {"config": json.loads(config), "row": ROW, "calls": False}
     with pytest.raises(ConfigError, match=re.escape(said)) if said else nullcontext():
         check(request)
+
+
+MISTAKES = """
+def no_such_argument(text): return 1.0
+def lists(completions, solution): return [1.0]
+def raises(completions, **columns): return [c[0]["content"].no_such_attribute for c in completions]
+def yields(solution_str): yield 1.0
+def fine(completions, **columns): return [1.0 for _ in completions]
+"""
+NAMES = ("no_such_argument", "lists", "raises", "yields", "fine", "no_such_function")
+
+
+def test_the_check_names_every_reward_that_is_wrong_and_its_field(tmp_path):
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    rewards = {name: {"function": f"{tmp_path}/mine.py:{name}"} for name in NAMES}
+    config = run_of(rewards).model_dump(mode="json")
+    with pytest.raises(ConfigErrors) as caught:
+        check({"config": config, "row": ROW, "calls": True})
+    problems = caught.value.problems
+    begins = [
+        f"reward.rewards.{name}.function " for name in ("no_such_argument", "yields", "no_such_function")
+    ]
+    begins += ["reward lists: ", "reward raises: "]
+    for begin in begins:
+        assert sum(problem.startswith(begin) for problem in problems) == 1, begin
+    assert len(problems) == len(begins)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "function", "form"),
+    [
+        ("1+1?", "lists", "completions: text (because prompt is text)"),
+        (
+            CHAT,
+            "lists",
+            "completions: chats, [{'role': 'assistant', 'content': ...}] (because prompt is a list",
+        ),
+        (CHAT, "rubric", "completion: a chat, [{'role': 'assistant', 'content': ...}] (because prompt is"),
+        (CHAT, "plain", ""),
+    ],
+)
+def test_the_check_says_in_which_form_a_function_gets_completions(tmp_path, prompt, function, form):
+    """A function that looks for a text in a list of messages never finds it, and raises nothing."""
+    (tmp_path / "mine.py").write_text(
+        "def lists(completions, **_): return [c.no_such_attribute for c in completions]\n"
+        "def rubric(completion, **_): return completion.no_such_attribute\n"
+        "def plain(solution_str): return solution_str.no_such_attribute\n"
+    )
+    config = run_of({"f": {"function": f"{tmp_path}/mine.py:{function}"}}).model_dump(mode="json")
+    extra = {"prompt": prompt} if isinstance(prompt, list) else {}
+    request = {"config": config, "row": {**ROW, "prompt": prompt, "extra": extra}, "calls": False}
+    gets = check(request)["gets"]
+    assert len(gets) == bool(form) and all(line.startswith(form) for line in gets)
+    with pytest.raises(ConfigError, match="no_such_attribute") as caught:
+        check(request | {"calls": True})
+    assert ("It gets " in str(caught.value)) == bool(form) and form in str(caught.value)
 
 
 def test_a_usage_below_zero_counts_as_none() -> None:

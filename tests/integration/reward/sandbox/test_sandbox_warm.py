@@ -455,7 +455,7 @@ def test_a_jail_that_is_killed_from_outside_is_no_result(
 
 
 async def test_where_interpreters_fail_in_a_row_a_worker_does_without_for_longer_and_longer(
-    isolated: None, monkeypatch: pytest.MonkeyPatch
+    isolated: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each failure may cost a job ten seconds. One that has served all of its programs is no failure."""
     monkeypatch.setattr(warm_module, "MAX_PROGRAMS", 1)
@@ -472,6 +472,8 @@ async def test_where_interpreters_fail_in_a_row_a_worker_does_without_for_longer
             pauses.append(math.floor(warm._paused_until - began))
             warm._paused_until = 0.0
         assert pauses == [1, 2, 4]
+        deaths = [line for line in capfd.readouterr().err.splitlines() if "a warm jail died (" in line]
+        assert len(deaths) == 3 and deaths[0].endswith("jails of their own for 1 s")
         warm.prepare([LIMITS])
         job = os.fork()
         if job == 0:
