@@ -149,7 +149,9 @@ def rescore_tree(report: dict[str, Any]) -> Node:
             {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
             for ticket, index, before, now in agreement["farthest"]
         ]
-        parts.append(part(f"farthest in rank; see `{command_line('trace')}`", table(rows)))
+        parts.append(
+            part(f"farthest in rank; see `{command_line('trace', 'TRAJECTORY', report['run'])}`", table(rows))
+        )
     head = f"{report['run']} scored again by {', '.join(report['reward'])}"
     return part(head, _agreement_lines(agreement), parts)
 

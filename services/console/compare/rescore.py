@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
@@ -144,7 +143,7 @@ async def _check_history(
     if not has_any:
         raise ConfigError(
             f"run {source.run_id} has no {lane} trajectories in that stretch. "
-            f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
+            f"`{source.folder.command('streams', 'show')}` shows what there is."
         )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, write_atomically
@@ -486,7 +485,7 @@ def show_report(options: StatusOptions) -> int:
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
             f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; "
-            f"`{command_line('streams', 'show', '--run', folder.run_id)}` shows what there is."
+            f"`{folder.command('streams', 'show')}` shows what there is."
         )
     if options.as_json:
         print(json.dumps(tree, indent=2))
@@ -510,7 +509,7 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
                 raise ConfigError(
                     f"run {folder.run_id} has not finished ({state.get('version', 0)} of "
                     f"{config.trainer.steps} steps, then the last evaluation). "
-                    f"`{command_line('status', folder.run_id)}` says how it is doing."
+                    f"`{folder.command('status')}` says how it is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
             return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)
