@@ -115,7 +115,11 @@ class LocalRun:
         self._view: View = self._plain_view
         self.why_not_finished = ""
         self._supervisor = Supervisor(
-            specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
+            specs,
+            folder.logs,
+            config.streams.drain_s + GRACE_MARGIN_S,
+            lambda text: self._view.event(text),
+            lease_s=config.streams.lease_s,
         )
         self.server: ForkServer | None = None
         """Processes that load torch are forked from it."""
