@@ -40,6 +40,12 @@ class Failure:
     cause: str = ""
     """What its reasons have in common: failures of one cause are counted together."""
 
+    @property
+    def in_words(self) -> str:
+        """`reward compute_score failed 12 times (error): KeyError: 'score' (my_reward.py, line 4)`."""
+        times = "once" if self.count == 1 else f"{self.count:,} times"
+        return f"{self.what} failed {times} ({self.kind}): {self.reason}"
+
 
 class FailureLog:
     """Counts the failed attempts of one process."""

@@ -37,6 +37,25 @@ class FlagsWithoutValue:
 class Command(FlagsWithoutValue, TyperCommand):
     """A command of ours."""
 
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        """The arguments, as the library parses them; where that fails over the id of a run, the message says
+        which option takes it."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # its class is in a private module of the library
+            takes_option = any("--run" in parameter.opts for parameter in self.params)
+            if takes_option and "--run" not in words and hasattr(error, "message"):
+                error.message += self._hint_of_run(words)
+            raise
+
+    def _hint_of_run(self, words: list[str]) -> str:
+        from tidemill.services.console.run.folder import folder_of_runs, hint_of_run
+
+        named = words[words.index("--runs-dir") + 1 :] if "--runs-dir" in words else []
+        runs = folder_of_runs(named[0] if named else None)
+        return "".join(hint_of_run(word, runs) for word in dict.fromkeys(words) if not word.startswith("-"))
+
 
 class Group(FlagsWithoutValue, TyperGroup):
     """Commands with a first word in common."""

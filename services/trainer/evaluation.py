@@ -31,6 +31,7 @@ from tidemill.common.streams import (
     last_id,
     read_range,
 )
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import EVAL, REWARD_GROUP, ROLLOUT_GROUP, StreamName
@@ -43,7 +44,6 @@ from tidemill.common.wire.messages import (
     Trajectory,
     TrajectoryKey,
 )
-from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.durable.trimming import Trimmer

@@ -24,7 +24,8 @@ NUM_EXAMPLES = 10
 
 @dataclass(slots=True)
 class Agreement:
-    """The result of a comparison. Correlations are None where one side does not vary."""
+    """The result of a comparison. Correlations are None where one side does not vary; means and shares where
+    nothing could be compared."""
 
     compared: int = 0
     """Trajectories that have a value on both sides."""
@@ -32,9 +33,9 @@ class Agreement:
     failed_now: int = 0
     failures_now: dict[str, int] = field(default_factory=dict)
     """The most frequent errors of the new failures, with their counts."""
-    mean_before: float = 0.0
-    mean_now: float = 0.0
-    equal_share: float = 0.0
+    mean_before: float | None = None
+    mean_now: float | None = None
+    equal_share: float | None = None
     """Share of trajectories with the same score."""
     pearson: float | None = None
     spearman: float | None = None
@@ -148,7 +149,9 @@ def rescore_tree(report: dict[str, Any]) -> Node:
             {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
             for ticket, index, before, now in agreement["farthest"]
         ]
-        parts.append(part(f"farthest in rank; see `{command_line('trace')}`", table(rows)))
+        parts.append(
+            part(f"farthest in rank; see `{command_line('trace', 'TRAJECTORY', report['run'])}`", table(rows))
+        )
     head = f"{report['run']} scored again by {', '.join(report['reward'])}"
     return part(head, _agreement_lines(agreement), parts)
 
@@ -160,16 +163,21 @@ def _agreement_lines(agreement: dict[str, Any]) -> Iterator[Node]:
     def both(name: str, form: str = ",") -> str:
         return f"{agreement[f'{name}_before']:{form}} before, {agreement[f'{name}_now']:{form}} now"
 
+    def compared(value: object) -> object:
+        """The value; None, which is a dash, where nothing was compared."""
+        return value if agreement["compared"] else None
+
     yield Node("compared", f"{agreement['compared']:,} trajectories in {agreement['groups']:,} groups")
     yield Node("failed", both("failed"))
-    yield Node("mean", both("mean", ".4f"))
+    yield Node("mean", both("mean", ".4f") if agreement["compared"] else None)
     yield Node("same score", agreement["equal_share"], "share")
     yield Node("correlation (Pearson)", agreement["pearson"])
     yield Node("rank correlation (Spearman)", agreement["spearman"])
     yield Node("rank correlation within groups", agreement["spearman_within_groups"])
-    yield Node("advantages that change sign", agreement["sign_flips"])
-    yield Node("groups with another best", f"{len(flipped):,}" + (f": tickets {named}" if flipped else ""))
-    yield Node("groups without variance", both("groups_without_variance"))
+    yield Node("advantages that change sign", compared(agreement["sign_flips"]))
+    another_best = f"{len(flipped):,}" + (f": tickets {named}" if flipped else "")
+    yield Node("groups with another best", compared(another_best))
+    yield Node("groups without variance", compared(both("groups_without_variance")))
 
 
 def _cost_lines(cost: dict[str, Any]) -> Iterator[Node]:

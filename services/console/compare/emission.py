@@ -9,10 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.process.failures import shorten
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import OffsetReader, append, last_id, trim_before
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.streams.entries import Entry, id_order
 from tidemill.common.streams.group_results import delete_results
 from tidemill.common.wire.keys import Keys
@@ -42,13 +45,18 @@ class Emission:
         selection: Selection,
         lane: Lane = Lane.TRAIN,
         keeps_pace: bool = False,
+        code_errors: CodeErrors | None = None,
     ) -> None:
+        """`code_errors` ends it where the reward's own code always fails."""
         self.broker = broker
         self.keys = keys
         self.history = history
         self.selection = selection
         self.lane = lane
         self.keeps_pace = keeps_pace
+        self.code_errors = code_errors
+        self.num_failed = 0
+        self.last_error = ""
         self.emitted = 0
         self.is_complete = False
         self.started_at = time.time()
@@ -67,11 +75,18 @@ class Emission:
         return max(self._last_scored_at - self._first_taken_at, 1e-9)
 
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
-        """Emit everything and wait for all scores."""
+        """Emit everything and wait for all scores.
+
+        Raises:
+            ConfigError: the reward's own code fails for one sample after the other.
+        """
         self.started_at = time.time()
         key = self.keys.scores(self.lane)
         # The position is taken before anything is emitted: scores that were there are no answers.
-        reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
+        position = await last_id(self.broker, key)
+        reader = OffsetReader(self.broker, key, Score, position)
+        if self.code_errors is not None:
+            self.code_errors.begin(position)
         dead_key = self.keys.dead
         dead = OffsetReader(self.broker, dead_key, DeadLetter, await last_id(self.broker, dead_key))
         offset_s: float | None = None  # from the times of the record to those of now
@@ -80,10 +95,14 @@ class Emission:
             for entry in await reader.read(4 * BATCH, block_s):
                 if isinstance(entry, Entry):
                     self._take(entry.message)
+                    if self.code_errors is not None:
+                        self.code_errors.note(entry.entry_id, entry.message)
             for letter in await dead.read(BATCH):
                 if isinstance(letter, Entry):
                     self._fail(letter.message)
             on_progress(self)
+            if self.code_errors is not None:
+                self.code_errors.check(then="score again")
             if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
                 await self._trim()
 
@@ -136,6 +155,9 @@ class Emission:
         if emitted is None:
             return
         self.scores[score.key] = score
+        if score.value is None:
+            self.num_failed += 1
+            self.last_error = score.error
         self.waits_s.append(max(0.0, score.scored_at - emitted[1]))
         self._first_taken_at = min(self._first_taken_at, score.scored_at - score.latency_s)
         self._last_scored_at = max(self._last_scored_at, score.scored_at)
@@ -158,6 +180,7 @@ class Emission:
 
 EVERY_S = 0.5
 LINE_EVERY_S = 10.0
+MAX_REASON_CHARS = 200
 """Seconds between two updates on a terminal, and between two lines elsewhere."""
 
 
@@ -172,14 +195,22 @@ def shown(console: Console) -> Iterator[Callable[[Emission], None]]:
         if time.monotonic() - shown_at < (EVERY_S if live else LINE_EVERY_S):
             return
         shown_at = time.monotonic()
-        scored = len(emission.scores)
-        rate = scored / max(time.time() - emission.started_at, 1e-9)
-        more = "" if emission.is_complete else " so far"
-        text = f"{scored:,} of {emission.emitted:,}{more} scored, {rate:,.0f}/s"
+        text = progress_text(emission, time.time() - emission.started_at)
         if live:
-            live.update(text)
+            live.update(escape(text))  # a reason may have brackets
         else:
-            console.print(text)
+            console.print(text, markup=False, soft_wrap=True)
 
     with live or contextlib.nullcontext():
         yield show
+
+
+def progress_text(emission: Emission, seconds: float) -> str:
+    """How far an emission is after so many seconds, and why scores have failed."""
+    scored = len(emission.scores)
+    more = "" if emission.is_complete else " so far"
+    text = f"{scored:,} of {emission.emitted:,}{more} scored, {scored / max(seconds, 1e-9):,.0f}/s"
+    if not emission.num_failed:
+        return text
+    reason = shorten(emission.last_error, MAX_REASON_CHARS)
+    return f"{text}; {emission.num_failed:,} failed, the last one: {reason}"

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
@@ -25,6 +24,7 @@ from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import PICTURES_OF, folder_with_pictures, read_state
+from tidemill.common.streams.code_errors import LEAST_GIVE_UP, CodeErrors
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
@@ -68,7 +68,15 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
         sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         state = {"kind": "rescore", "source": source.run_id, PICTURES_OF: run_with_pictures.name}
         async with sandbox.running(**state) as broker:
-            emission = Emission(broker, sandbox.keys, source.history, selection, lane, options.keeps_pace)
+            emission = Emission(
+                broker,
+                sandbox.keys,
+                source.history,
+                selection,
+                lane,
+                options.keeps_pace,
+                CodeErrors(config, LEAST_GIVE_UP),
+            )
             log_to_file(folder.logs / "console.log")
             await sandbox.until_ready(broker)
             with shown(console) as progress:
@@ -135,7 +143,7 @@ async def _check_history(
     if not has_any:
         raise ConfigError(
             f"run {source.run_id} has no {lane} trajectories in that stretch. "
-            f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
+            f"`{source.folder.command('streams', 'show')}` shows what there is."
         )
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from tidemill.common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.command_line import command_line
 from tidemill.common.config import ArchiveConfig, StreamsConfig
 from tidemill.common.errors import ConfigError, OutageError, UnreachableError
 from tidemill.common.process.programs import run_main
@@ -54,7 +53,7 @@ def archive(options: ArchiveOptions) -> int:
             if broker is None:
                 raise ConfigError(
                     f"the Redis of run {access.run_id} is gone: what its archive holds is all there is. "
-                    f"`{command_line('archive', access.run_id, '--check')}` says whether that is whole."
+                    f"`{access.folder.command('archive', '--check')}` says whether that is whole."
                 )
             streams = access.config.streams if access.config else StreamsConfig()
             broker.claims = ClaimStore(run_dir, max_bytes=streams.max_message_mb << 20)

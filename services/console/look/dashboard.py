@@ -481,13 +481,12 @@ def failure_lines(snapshot: RunSnapshot) -> list[str]:
     """What fails and why, the most frequent cause first; then evaluations of which samples failed."""
     newest = {str(item.get("set")): item for item in snapshot.evaluations}
     evaluations = [evaluation_line(item) for item in newest.values() if item.get(REASON)]
-    return [failure_line(failure).removeprefix("failing: ") for failure in snapshot.failures] + evaluations
+    return [failure.in_words for failure in snapshot.failures] + evaluations
 
 
 def failure_line(failure: Failure) -> str:
     """One line about the failed attempts of one cause, with the reason of the last one."""
-    times = "once" if failure.count == 1 else f"{failure.count:,} times"
-    return f"failing: {failure.what} failed {times} ({failure.kind}): {failure.reason}"
+    return f"failing: {failure.in_words}"
 
 
 def starved_line(snapshot: RunSnapshot) -> str:

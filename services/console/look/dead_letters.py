@@ -46,7 +46,7 @@ from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import EVAL, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, Ticket, Trajectory
 from tidemill.services.console.commands import DeadChoice, DeadFilter, DropOptions, ShowDeadOptions
-from tidemill.services.console.run.folder import connected, find_run, log_nothing
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, hint_of_run, log_nothing
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import plural, sample_name
 from tidemill.services.console.text.tree import Node, note, part, print_tree, show, table, terminal
@@ -233,7 +233,8 @@ def show_dead(options: ShowDeadOptions) -> None:
     async def read(access: RunAccess) -> list[DeadEntry]:
         return await read_dead(access.history.scan(StreamName.DEAD), options, access.config)
 
-    entries = chosen(options, read_run(options, read))
+    folder = find_run(options.run_id, options.runs_dir)
+    entries = chosen(options, read_run(options, read), folder)
     if options.ids:
         (entry,) = entries
         record = _dead_json(entry, with_content=True)
@@ -251,14 +252,19 @@ def show_dead(options: ShowDeadOptions) -> None:
     show([_dead_json(entry) for entry in newest], tree, options.as_json, json_indent=2)
 
 
-def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
-    """The entries that were named, in that order, or all."""
+def chosen(choice: DeadChoice, entries: Sequence[DeadEntry], folder: RunFolder) -> list[DeadEntry]:
+    """The entries that were named, in that order, or all. `folder` is that of the run.
+
+    Raises:
+        ConfigError: there is none of that id.
+    """
     by_id = {entry.entry_id: entry for entry in entries}
     unknown = [name for name in choice.ids if name not in by_id]
     if unknown:
         raise ConfigError(
-            f"there is no dead letter {unknown[0]!r}; `{command_line('dead', 'show')}` has the ids of the "
-            f"{len(entries)} there are."
+            f"there is no dead letter {unknown[0]!r} in run {folder.run_id}; "
+            f"`{folder.command('dead', 'show')}` has the ids of the {len(entries)} there are."
+            f"{hint_of_run(unknown[0], folder.runs)}"
         )
     return [by_id[name] for name in dict.fromkeys(choice.ids)] if choice.ids else list(entries)
 
@@ -407,9 +413,10 @@ def change_entries(choice: DeadChoice) -> int:
     verb = "drop" if drops else "requeue"
     done = "dropped" if drops else "put back"
     if bool(choice.ids) == choice.has_all:
+        folder = find_run(choice.run_id, choice.runs_dir)
         raise ConfigError(
             f"`{command_line('dead', verb)}` takes the ids of dead letters, or --all; "
-            f"`{command_line('dead', 'show')}` has them."
+            f"`{folder.command('dead', 'show')}` has them."
         )
     if choice.ids and choice.is_narrow:
         raise ConfigError("filters choose among --all dead letters; leave them out, or the ids.")
@@ -421,7 +428,7 @@ def change_entries(choice: DeadChoice) -> int:
             keys = Keys(folder.run_id)
             config = await read_config(broker, keys)
             letters = scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH)
-            entries = chosen(choice, await read_dead(letters, choice, config))
+            entries = chosen(choice, await read_dead(letters, choice, config), folder)
             if isinstance(choice, DropOptions) and entries and not choice.is_sure:
                 _ask(entries)
             # Read after the question: the trainer may have replaced a group before it was answered.

@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, write_atomically
@@ -40,6 +39,7 @@ from tidemill.common.run.state import (
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, TrajectoryKey
 from tidemill.services.console.commands import StatusOptions
+from tidemill.services.console.look.failed_scores import count_failed_scores, failing_lines, failure_rows
 from tidemill.services.console.look.plots import plot_learning_curve
 from tidemill.services.console.run.folder import (
     PICTURE_FILE,
@@ -66,6 +66,8 @@ NOTHING_EXPECTED = (
 )
 NUM_ERRORS = 2.0
 """Standard errors by which a reward must have moved to be more than noise."""
+REASONS_OF_SCORES = frozenset(("failed_score", "too_few_scores"))
+"""Why samples are left out, or groups replaced, whose rewards have failed."""
 FEW_STEPS = 5
 """With fewer steps no bottleneck is named: most of the time is that of the start."""
 
@@ -143,6 +145,8 @@ class RunSummary:
     """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Trajectories left out, by reason."""
+    failed_rewards: list[dict[str, Any]] = field(default_factory=list)
+    """Rewards that failed, by reward and cause: what, kind, reason (of the last), count."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     """The best evaluated version, whose weights are kept: version, metric, value, weights."""
@@ -165,9 +169,14 @@ async def summarise(
     the rollout workers last reported."""
     state = await read_state(broker, keys)
     totals = CommitTotals(keys.run_id, config.trainer.group_size)
-    async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
+    history = History(keys.run_id, run_dir, broker)
+    async for commit in history.messages(StreamName.COMMITS, Commit):
         totals.add(commit)
     summary = totals.finish(int(state.get("tickets_issued", 0)))
+    has_fixed_values = any(named.failure_value is not None for named in config.reward.rewards.values())
+    # Scores are read only where some may have failed: there may be very many.
+    if totals.has_failed_scores or has_fixed_values:
+        summary.failed_rewards = failure_rows(await count_failed_scores(history, config.reward))
     summary.wall_s = round(wall_s, 3) or summary.wall_s
     summary.rollout_idle_share = rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
@@ -197,6 +206,7 @@ class CommitTotals:
         """Sums of metrics over steps, and `session_steps`, the number of steps with metrics of sessions."""
         self._began_at = math.inf
         self._ended_at = 0.0
+        self.has_failed_scores = False
 
     def add(self, commit: Commit) -> None:
         summary = self._summary
@@ -214,6 +224,8 @@ class CommitTotals:
         for ticket in commit.groups:
             size = commit.sizes.get(str(ticket), self._group_size)
             summary.lost += sum((ticket, index) not in accounted for index in range(size))
+        if metrics.get("scores/failed_ratio") or not REASONS_OF_SCORES.isdisjoint(self._dropped):
+            self.has_failed_scores = True
         self._sums["session_steps"] += "sessions/mean_turns" in metrics
         for name, value in metrics.items():
             if name.startswith("sessions/") or name in ("completion_tokens", "step_time_s"):
@@ -430,10 +442,15 @@ def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
 
 def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
     print_tree(console, report_tree(tree))
+    _print_lines(console, failing_lines(tree))  # right below what was left out
     for path in (folder.summary, folder.path / PICTURE_FILE):
         if path.exists():
             console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
-    for line in verdict_lines(tree):  # a terminal breaks between words; files and programs get whole lines
+    _print_lines(console, verdict_lines(tree))
+
+
+def _print_lines(console: Console, lines: Iterable[Node]) -> None:
+    for line in lines:  # a terminal breaks between words; files and programs get whole lines
         said = Text.assemble((f"{line.label}  ", line.style), printable_block(line.value))
         console.print(said, soft_wrap=not console.is_terminal)
 
@@ -468,7 +485,7 @@ def show_report(options: StatusOptions) -> int:
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
             f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; "
-            f"`{command_line('streams', 'show', '--run', folder.run_id)}` shows what there is."
+            f"`{folder.command('streams', 'show')}` shows what there is."
         )
     if options.as_json:
         print(json.dumps(tree, indent=2))
@@ -492,7 +509,7 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
                 raise ConfigError(
                     f"run {folder.run_id} has not finished ({state.get('version', 0)} of "
                     f"{config.trainer.steps} steps, then the last evaluation). "
-                    f"`{command_line('status', folder.run_id)}` says how it is doing."
+                    f"`{folder.command('status')}` says how it is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
             return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)

@@ -20,7 +20,7 @@ from tidemill.services.console.look.joins import STAGES, StepRecord, read_step
 from tidemill.services.console.look.selection import parse_steps, span_of
 from tidemill.services.console.look.sessions import SessionFacts
 from tidemill.services.console.look.timeline import write_timeline
-from tidemill.services.console.run.folder import nearest
+from tidemill.services.console.run.folder import RunFolder, nearest
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -39,10 +39,13 @@ OUTCOMES = (
 """Metrics that are shown, of those that the step has; the commit has all."""
 
 
-def step_tree(record: StepRecord, is_full: bool = False) -> Node:
+REVERSAL = "its advantages fall where its rewards rise"
+
+
+def step_tree(record: StepRecord, is_full: bool = False, run: RunFolder | None = None) -> Node:
     commit = record.commit
     took_s = commit.finished_at - commit.started_at
-    reversal = f"its advantages fall where its rewards rise; see {command_line('trace')}"
+    command = command_line if run is None else run.command
     tickets = commit.groups if is_full else commit.groups[:MAX_GROUPS]
     more = len(commit.groups) - len(tickets)
     passes = f", {commit.passes} times over" if commit.passes > 1 else ""
@@ -53,7 +56,10 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             "what went in",
             _input_lines(record),
             table(_group_row(record, ticket) for ticket in tickets),
-            (note(f"ticket {t}: {reversal} {t}", "bold red") for t in record.reversed_groups),
+            (
+                note(f"ticket {ticket}: {REVERSAL}; see {command('trace', str(ticket))}", "bold red")
+                for ticket in record.reversed_groups
+            ),
             [note(f"… {more:,} more groups; --full shows all", "dim")] if more else [],
         ),
         part(f"in which micro-batches{passes}", batch_table(record)),
@@ -68,7 +74,7 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             outcome_lines(commit.metrics),
             Node("version", commit.version),
             Node("digest", commit.digest),
-            Node("more", f"{command_line('streams', 'show', 'commits', str(commit.step))} has every metric"),
+            Node("more", f"{command('streams', 'show', 'commits', str(commit.step))} has every metric"),
         ),
     )
 
@@ -307,15 +313,15 @@ def show_step(options: StepOptions) -> None:
             f"steps {options.steps} are several, which only a timeline shows: add -o trace.json"
         )
 
-    async def read(access: RunAccess) -> StepRecord:
+    async def read(access: RunAccess) -> tuple[StepRecord, RunFolder]:
         record = await read_step(access.history, first)
         if record is None:
             there = await span_of(access.history, StreamName.COMMITS, "step")
             raise ConfigError(f"run {access.run_id} has no commit of step {first}: {there}, counted from 0.")
-        return record
+        return record, access.folder
 
-    record = read_run(options, read)
-    show(step_json(record), step_tree(record, options.is_full), options.as_json, options.is_full)
+    record, folder = read_run(options, read)
+    show(step_json(record), step_tree(record, options.is_full, folder), options.as_json, options.is_full)
 
 
 async def _request_profile(access: RunAccess, wanted: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
 from tidemill.common.streams import group_status, last_id
@@ -37,6 +36,7 @@ from tidemill.services.console.look.joins import near_tickets
 from tidemill.services.console.look.selection import parse_sample, parse_stream, selection_of
 from tidemill.services.console.look.sessions import generation_s, num_completion_tokens, session_facts
 from tidemill.services.console.look.trace import session_parts
+from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
@@ -151,9 +151,10 @@ def show_entries(options: EntryOptions) -> None:
         _show_list(options)
         return
     if not options.entry:
+        folder = find_run(options.run_id, options.runs_dir)
         raise ConfigError(
             f"which entry of {options.stream}? Give its ID; "
-            f"`{command_line('streams', 'tail', options.stream)}` shows the newest."
+            f"`{folder.command('streams', 'tail', options.stream)}` shows the newest."
         )
     name = parse_stream(options.stream, options.lane)
     entry = options.entry
@@ -171,7 +172,7 @@ def show_entries(options: EntryOptions) -> None:
         if not records:
             raise ConfigError(
                 f"run {access.run_id} has no entry {entry} in {name} (read from {access.source}). "
-                f"`{command_line('streams', 'show')}` says from where to where each stream goes."
+                f"`{access.folder.command('streams', 'show')}` says from where to where each stream goes."
             )
         return records
 

@@ -63,9 +63,10 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     commits = history.messages(StreamName.COMMITS, Commit, Selection(steps=(first, last)))
     stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:
+        newest = command_line("streams", "tail", "commits", "--run", history.run_id)
         raise ConfigError(
-            f"run {history.run_id} has no commit of steps {first} to {last}. "
-            f"`{command_line('streams', 'tail', 'commits')}` shows the newest; steps are counted from 0."
+            f"run {history.run_id} has no commit of steps {first} to {last}. `{newest}` shows the newest; "
+            "steps are counted from 0."
         )
     stretch.commits.sort(key=lambda commit: commit.step)
     tickets = [ticket for commit in stretch.commits for ticket in tickets_of(commit)]

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import leaves_in
@@ -28,19 +27,21 @@ from tidemill.services.console.look.sessions import (
     session_facts,
     text_of,
 )
+from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, sample_name, took, when
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 
-def group_tree(group: GroupRecord, sample: SampleRecord | None = None) -> Node:
-    """A ticket with its samples side by side, or one sample from its ticket to the version that it made."""
+def group_tree(group: GroupRecord, sample: SampleRecord | None = None, run: RunFolder | None = None) -> Node:
+    """A ticket with its samples side by side, or one sample from its ticket to the version that it made. With
+    `run` a hint names the command that shows the step."""
     if sample is None:
         head = f"ticket {group.number}  {outcome(group)}"
         rows = [table((_sample_row(group, item) for item in group.samples), {"took": "s", "scored in": "s"})]
-        return part(head, _ticket_lines(group), rows if group.samples else [], _outcome_lines(group))
+        return part(head, _ticket_lines(group), rows if group.samples else [], _outcome_lines(group, run))
     head = f"sample {group.number}.{sample.index}  {outcome(group, sample)}"
-    return part(head, _ticket_lines(group), sample_parts(group, sample))
+    return part(head, _ticket_lines(group), sample_parts(group, sample, run=run))
 
 
 def outcome(group: GroupRecord, sample: SampleRecord | None = None) -> str:
@@ -116,7 +117,9 @@ def _versions(sample: SampleRecord) -> str:
     return " → ".join(str(version) for version, _, _ in sample.spans)
 
 
-def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = True) -> Iterator[Node]:
+def sample_parts(
+    group: GroupRecord, sample: SampleRecord, with_text: bool = True, run: RunFolder | None = None
+) -> Iterator[Node]:
     """How a sample was generated, what it says, how it was scored, and what was trained."""
     trajectory = sample.trajectory
     if trajectory is not None:
@@ -133,7 +136,7 @@ def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = Tru
         yield part("reward", _score_lines(trajectory, sample.score))
     for score in sample.later_scores:
         yield note(f"a later score, not counted: {number(score.value)} from {score.worker}", "yellow")
-    yield part("training", _training_lines(group, sample), _outcome_lines(group))
+    yield part("training", _training_lines(group, sample), _outcome_lines(group, run))
 
 
 def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[Node]:
@@ -211,13 +214,13 @@ def _training_lines(group: GroupRecord, sample: SampleRecord) -> Iterator[Node]:
         yield Node("trained in", _places(sample.places))
 
 
-def _outcome_lines(group: GroupRecord) -> Iterator[Node]:
+def _outcome_lines(group: GroupRecord, run: RunFolder | None) -> Iterator[Node]:
     commit = group.commit
     if commit is not None and group.is_trained:
         began = when(commit.started_at)
         ended = took(commit.finished_at - commit.started_at)
-        more = command_line("step", str(commit.step))
-        words = f"{commit.step}, begun {began}, {ended}; more: {more}"
+        more = f"; more: {run.command('step', str(commit.step))}" if run is not None else ""
+        words = f"{commit.step}, begun {began}, {ended}{more}"
         yield Node("step", words, link=f"steps/{commit.step}")
         announced = f", announced {when(group.manifest.announced_at)}" if group.manifest else ""
         yield Node("made", f"version {commit.version}, digest {commit.digest}{announced}")
@@ -370,7 +373,7 @@ def show_trace(options: TraceOptions) -> None:
     ticket, index = parse_sample(options.sample)
     lane = Lane(options.lane)
 
-    async def read(access: RunAccess) -> GroupRecord:
+    async def read(access: RunAccess) -> tuple[GroupRecord, RunFolder]:
         group = await read_group(access.history, ticket, lane)
         if not (group.ticket or group.samples or group.letters or group.commit):
             there = await span_of(access.history, StreamName.PROMPTS.of(lane), "ticket")
@@ -378,11 +381,11 @@ def show_trace(options: TraceOptions) -> None:
                 f"run {access.run_id} knows no ticket {ticket} of the lane {lane}: {there}. Where older ones "
                 "were trimmed without an archive, they are gone."
             )
-        return group
+        return group, access.folder
 
-    group = read_run(options, read)
+    group, folder = read_run(options, read)
     sample = next((sample for sample in group.samples if sample.index == index), None)
     if index is not None and sample is None:
         indexes = ", ".join(str(sample.index) for sample in group.samples) or "none"
         raise ConfigError(f"ticket {ticket} has no sample {index} in the streams; it has {indexes}.")
-    show(group_json(group, index), group_tree(group, sample), options.as_json, options.is_full)
+    show(group_json(group, index), group_tree(group, sample, folder), options.as_json, options.is_full)

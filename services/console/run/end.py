@@ -43,6 +43,8 @@ class RunEnd:
     """The last error of the process that failed, in one line."""
     log: str = ""
     """The log that has more of it."""
+    failing: tuple[str, ...] = ()
+    """Of a run that has not finished: which rewards failed, how often and why, a line each."""
     steps: int = 0
     """Committed steps."""
     of_steps: int = 0
@@ -78,6 +80,7 @@ class RunEnd:
             text.append(f"last error: {self.error}")
         if self.log:
             text.append(f"log: {self.log}")
+        text += [f"failing: {line}" for line in self.failing]
         if self.resume and self.status != FINISHED:
             text.append(f"continue with: {self.resume}")
         return text

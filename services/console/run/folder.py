@@ -36,6 +36,10 @@ SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
 
 
+RUN_BY_OPTION = ("streams", "dead")
+"""Groups of commands that take the run as `--run`, for their arguments mean something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """`<runs>/<run_id>`; nothing is created before `create`.
@@ -49,6 +53,14 @@ class RunFolder:
     @property
     def path(self) -> Path:
         return self.runs / self.run_id
+
+    def command(self, *words: str) -> str:
+        """The command line of `tidemill WORDS` for this run, to be copied: with its id, and with its folder
+        of runs where that is not the usual one."""
+        run = ["--run", self.run_id] if words[0] in RUN_BY_OPTION else [self.run_id]
+        is_usual = self.runs.resolve() == folder_of_runs(None).resolve()
+        runs = [] if is_usual else ["--runs-dir", nearest(self.runs)]
+        return command_line(*words, *run, *runs)
 
     @property
     def logs(self) -> Path:
@@ -167,6 +179,12 @@ def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunF
             f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
             f"runs with --runs-dir, or set {RUN_VARIABLE}."
         ) from None
+
+
+def hint_of_run(word: str, runs: Path) -> str:
+    """A sentence for a word that is a run, given where a command expects something else; else nothing."""
+    is_run = word not in (".", "..") and "/" not in word and (runs / word / CONFIG_FILE).is_file()
+    return f" {word} is a run: give it as --run {word}." if is_run else ""
 
 
 def new_run_id(config: Path, default: str = "run") -> str:

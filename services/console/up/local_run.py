@@ -25,6 +25,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.environment import NO_CONTAINERS
 from tidemill.common.errors import TidemillError, first_cause
 from tidemill.common.files import StorageError
+from tidemill.common.history import History
 from tidemill.common.process.programs import ROOT, Program, run_own
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
@@ -44,6 +45,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.look.archive import archive_rest
 from tidemill.services.console.look.bottleneck import ROLES, Bottleneck
+from tidemill.services.console.look.failed_scores import MAX_LINES, count_failed_scores
 from tidemill.services.console.look.report import print_report, read_report, summarise, write_report
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
 from tidemill.services.console.run.end import RunEnd, started_now, write_end
@@ -115,7 +117,11 @@ class LocalRun:
         self._view: View = self._plain_view
         self.why_not_finished = ""
         self._supervisor = Supervisor(
-            specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
+            specs,
+            folder.logs,
+            config.streams.drain_s + GRACE_MARGIN_S,
+            lambda text: self._view.event(text),
+            lease_s=config.streams.lease_s,
         )
         self.server: ForkServer | None = None
         """Processes that load torch are forked from it."""
@@ -330,6 +336,7 @@ class LocalRun:
             reason=outcome.summary,
             error=outcome.error,
             log=nearest(outcome.log) if outcome.log else "",
+            failing=await self._failing(broker),
             exit_code=outcome.exit_code if has_failed else STOPPED_EXIT_CODE,
         )
         self._keep_end(end)
@@ -345,6 +352,19 @@ class LocalRun:
         if not self.console.quiet:
             print(self.why_not_finished, file=sys.stderr)
         return end.exit_code
+
+    async def _failing(self, broker: Broker) -> tuple[str, ...]:
+        """Lines about the rewards that failed: the workers that could say it have left."""
+        if self._is_ending_at_once:
+            return ()
+        history = History(self.keys.run_id, self.folder.path, broker)
+        try:
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                failures = await count_failed_scores(history, self.config.reward)
+        except (TimeoutError, TidemillError) as error:  # the run still gets its end
+            log.warning("failed rewards were not counted", error=str(error))
+            return ()
+        return tuple(failure.in_words for failure in failures[:MAX_LINES])
 
     def _end(self, status: str, **values: Any) -> RunEnd:
         return replace(self._start, status=status, steps=self.snapshot.version, at=time.time(), **values)

@@ -55,7 +55,9 @@ class RewardRun:
         """Environment variables of its processes, once it is running."""
         self.keys = Keys(config.run_id)
         self.specs = [spec for spec in service_specs(config) if spec.role in ROLES]
-        self._supervisor = Supervisor(self.specs, folder.logs, GRACE_S, on_event)
+        self._supervisor = Supervisor(
+            self.specs, folder.logs, GRACE_S, on_event, lease_s=config.streams.lease_s
+        )
 
     @contextlib.asynccontextmanager
     async def running(self, **state: str) -> AsyncIterator[Broker]:

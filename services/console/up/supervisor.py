@@ -39,6 +39,8 @@ SAME_WITHIN_S = 600.0
 take minutes. A process that a signal ended names none."""
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
+LEASING = ("rollout", "reward")
+"""Roles whose workers hold entries of streams under leases."""
 TAIL_BYTES = 8192
 TAIL_LINES = 15
 
@@ -177,6 +179,7 @@ class Supervisor:
         grace_s: float,
         on_event: Callable[[str], None],
         first_pause_s: float = FIRST_PAUSE_S,
+        lease_s: float = 0.0,
     ) -> None:
         """Args:
         specs: the processes
@@ -184,12 +187,14 @@ class Supervisor:
         grace_s: how long they may take to end once they are asked to
         on_event: gets a line about each start after the first, and about each process that is killed
         first_pause_s: before a process is started again; doubled at each further early death
+        lease_s: how long others wait for what a killed worker held; 0 where that is not said
         """
         self.specs = specs
         self.logs = logs
         self.grace_s = grace_s
         self.on_event = on_event
         self.first_pause_s = first_pause_s
+        self.lease_s = lease_s
         self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
         self._processes: dict[str, ServiceProcess] = {}
         self._outcome: RunOutcome | None = None
@@ -316,13 +321,22 @@ class Supervisor:
                 self._fail_with(process, reason, code, 1)
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
-            why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""
-            self.on_event(f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s")
+            why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if says_error(last, code) else ""
+            self.on_event(
+                f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s"
+                f"{self._about_leases(spec, code)}"
+            )
             status.state = f"restarting ({_how(code)})"
             await self._pause(pause_s)
             status.restarts += 1
         status.state = "stopped"
         status.pid = 0
+
+    def _about_leases(self, spec: ServiceSpec, code: int) -> str:
+        """Why a step may take longer now: a worker that a signal ended has handed nothing back."""
+        if code >= 0 or spec.role not in LEASING or not self.lease_s:
+            return ""
+        return f". What it held is taken up once its leases end (streams.lease_s: {self.lease_s:g})"
 
     async def _pause(self, pause_s: float) -> None:
         """Wait so long, or until the run ends."""
@@ -374,4 +388,21 @@ def _last_error(lines: Sequence[str]) -> str:
     written = [line.strip() for line in lines if line.strip()]
     errors = [line for line in written if line.startswith("tidemill ")]
     last = (errors or written or [""])[-1]
-    return printable(last, MAX_REASON_CHARACTERS)
+    return printable(last, MAX_REASON_CHARACTERS) if says_error(last, 1) else ""
+
+
+_LOG_LINE = re.compile(r'\d\d:\d\d:\d\d \[(\w+) *\] |\{.*"level": ?"(\w+)"')
+"""A line of a service's log, as text and as JSON, with its level."""
+ERROR_LEVELS = ("error", "critical", "exception")
+
+
+def says_error(line: str, code: int) -> bool:
+    """Whether the last line of a process that ended with this code may say why.
+
+    `ValueError: no` may, `17:54:08 [info     ] joined the run` may not. Of a process that was killed, which
+    can say nothing of it, only an error in its log may.
+    """
+    log_line = _LOG_LINE.match(line)
+    if log_line is not None:
+        return (log_line[1] or log_line[2]) in ERROR_LEVELS
+    return bool(line) and code != -signal.SIGKILL

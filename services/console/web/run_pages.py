@@ -34,6 +34,7 @@ from tidemill.services.console.look.dashboard import (
     warning_line,
 )
 from tidemill.services.console.look.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
+from tidemill.services.console.look.failed_scores import failing_lines
 from tidemill.services.console.look.joins import StepRecord
 from tidemill.services.console.look.report import spell_lines, verdict_lines
 from tidemill.services.console.look.snapshot import RunSnapshot, StepPoint
@@ -113,6 +114,7 @@ def _remarks(run: WatchedRun, snapshot: RunSnapshot) -> Iterator[Node]:
         return
     yield from _end_lines(run)
     if run.report:
+        yield from failing_lines(run.report)
         yield from verdict_lines(run.report)
         return
     for line in spell_lines(snapshot.state.get("warnings") or []):

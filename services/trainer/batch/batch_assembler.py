@@ -38,10 +38,10 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import StreamName
-from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import (

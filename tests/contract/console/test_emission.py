@@ -1,18 +1,24 @@
 """Recorded trajectories enter a sandbox once, in order, not before their time, and not more than may wait."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+from rich.console import Console
+
 from tests.support.recorded_sessions import as_session
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
 from tidemill.common.history import ALL, History
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, append_dead_letter, dead_letter, id_order, read_range
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.compare.emission import MAX_BACKLOG, Emission
+from tidemill.services.console.compare.emission import MAX_BACKLOG, Emission, progress_text, shown
 
 SPACING_MS = 100
 
@@ -86,3 +92,22 @@ async def test_what_is_dead_lettered_has_failed_and_is_waited_for_no_longer(brok
     results = {key: (score.status, score.error) for key, score in emission.scores.items()}
     failed = (ScoreStatus.FAILED, "the worker died")
     assert results == {(0, 0): failed, (0, 1): failed, (1, 0): (ScoreStatus.OK, "")}
+
+
+async def test_code_that_always_fails_ends_it_with_the_reason_after_as_many_scores_as_a_run(broker, keys):
+    reason = "KeyError: 'score' (my.py, line 4)"
+    history = Recorded([make_trajectory(ticket) for ticket in range(8)])
+    emission = Emission(broker, keys, history, ALL, code_errors=CodeErrors(make_config(), num_scores=4))
+    console = Console(file=io.StringIO(), width=80)
+    with shown(console) as progress:
+        running = asyncio.create_task(emission.run(progress))
+        await wait_until(lambda: emission.is_complete)
+        for ticket in range(4):
+            failed = Score(
+                ticket=ticket, index=0, status=ScoreStatus.FAILED, error=reason, is_code_error=True
+            )
+            await append(broker, keys.scores(), failed)
+        with pytest.raises(ConfigError, match=r"the last 4 scores failed.*KeyError.*then score again"):
+            await asyncio.wait_for(running, 60)
+    assert (emission.num_failed, emission.last_error) == (4, reason)
+    assert f"4 of 8 scored, 2/s; 4 failed, the last one: {reason}" == progress_text(emission, 2.0)

@@ -111,3 +111,9 @@ async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_
     assert (tree["trajectories_trained"], tree["trajectories_generated"], tree["wall_s"]) == (7, 10, 19.5)
     assert (tree["eval_before"], tree["eval_after"], tree["max_staleness_seen"]) == (0.2, 0.9, 1)
     assert json.loads((tmp_path / keys.run_id / "summary.json").read_text()) == tree
+    # Of its scores, which are there when the workers are gone: sample 1.1 failed.
+    (failure,) = tree["failed_rewards"]
+    assert (failure["kind"], failure["reason"], failure["count"]) == ("timeout", "no answer within 5 s", 1)
+    await asyncio.to_thread(show_report, StatusOptions(runs_dir=tmp_path))
+    printed = capsys.readouterr().out
+    assert "left out: failed score" in printed and "failed once (timeout): no answer within 5 s" in printed

@@ -17,11 +17,10 @@ from tests.support.training import (
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
-from tidemill.common.streams import append
+from tidemill.common.streams import append, code_errors
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.wire.messages import Lane, Ticket
-from tidemill.services.trainer.batch import code_errors
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
-from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
 from tidemill.services.trainer.evaluation import Evaluator

@@ -27,6 +27,7 @@ from tidemill.services.console.up.supervisor import (
     SameCauses,
     ServiceProcess,
     Supervisor,
+    says_error,
 )
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
@@ -330,3 +331,36 @@ async def test_a_start_that_the_machine_refuses_is_tried_again_and_ends_no_run(
     assert len(said) == 3, "at the 1st, the 2nd and the 4th"
     stage.supervisor.stop()
     assert (await running).ending is Ending.STOPPED
+
+
+@pytest.mark.parametrize(("line", "code", "may_say_why"), [
+    ("ValueError: no such shape", 1, True),
+    ("tidemill reward: cannot open x", 2, True),
+    ("17:54:08 [info     ] joined the run                      run=ops", -signal.SIGKILL, False),
+    ("17:54:08 [warning  ] no reward for a trajectory          index=1", 1, False),
+    ("17:54:08 [error    ] no memory left", -signal.SIGKILL, True),
+    ('{"run": "ops", "event": "joined the run", "level": "info"}', -signal.SIGTERM, False),
+    ('{"event": "no memory left", "level": "error"}', 1, True),
+    ("Fatal Python error: Segmentation fault", -signal.SIGSEGV, True),
+    ("a print of the reward", -signal.SIGKILL, False),
+    ("", 1, False),
+])  # fmt: skip
+def test_only_a_line_that_may_say_why_is_quoted(line: str, code: int, may_say_why: bool) -> None:
+    assert says_error(line, code) is may_say_why
+
+
+async def test_a_killed_worker_is_said_with_its_leases_and_without_a_line_that_is_not_about_it(
+    tmp_path, guard
+):
+    program = "import time; print('17:54:08 [info     ] joined the run up'); time.sleep(600)"
+    stage = Stage(tmp_path, guard, {"reward": program})
+    stage.supervisor.lease_s = 15.0
+    running = asyncio.create_task(stage.run())
+    await stage.is_up("reward")
+    os.kill(stage.supervisor.statuses["reward"].pid, signal.SIGKILL)
+    await stage.is_up("reward", starts=2)
+    (event,) = stage.events
+    assert event.startswith("reward ended by SIGKILL; starting it again in")
+    assert event.endswith("What it held is taken up once its leases end (streams.lease_s: 15)")
+    stage.supervisor.stop()
+    await running

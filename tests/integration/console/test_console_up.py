@@ -225,6 +225,25 @@ def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
     assert not (config.parents[1] / "runs").exists()
 
 
+async def test_a_run_that_did_not_finish_says_which_reward_failed_and_why(config: Path) -> None:
+    """No worker is there that could say it: only the scores are."""
+    waits = '        print("waiting", flush=True)\n        await asyncio.sleep(600)\n'
+    fails = (
+        "        score = Score(ticket=0, index=1, status='failed', latency_s=0.1,\n"
+        "                      error='KeyError: 1 (my.py, line 4)')\n"
+        "        await append(broker, keys.scores(), score)\n"
+        "        sys.exit(2)\n"
+    )
+    assert waits in TRAINER
+    trainer = TRAINER.replace(waits, fails).replace("import Commit\n", "import Commit, Score\n")
+    trainer = f"from tidemill.common.streams import append\n{trainer}"
+    options = UpOptions(config=config, run_id="fails")
+    assert await asyncio.to_thread(run_up, options, specs_with(trainer, stop_after=2)) == 2
+    (line,) = read_end(RunFolder(config.parents[1] / "runs", "fails")).failing
+    assert line.endswith("failed once (error): KeyError: 1 (my.py, line 4)")
+    assert f"failing: {line}" in tidemill("status", "fails", **os.environ).stdout
+
+
 async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> None:
     script = config.parent / "console.py"
     script.write_text(

@@ -23,6 +23,10 @@ def broken(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str.endswith("3"):
         raise ValueError("cannot score a three")
     return 1.0
+
+
+def wrong(data_source, solution_str, ground_truth, extra_info=None):
+    return {}["missing"]
 """
 
 
@@ -108,6 +112,18 @@ def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Pa
     assert "cannot score a three" in done.stdout
     again = tidemill(runs, "rescore", "base", *settings)
     assert again.returncode == 2 and "second is there already" in again.stderr
+
+
+def test_code_that_always_fails_ends_the_scoring_with_its_reason(runs: Path, tmp_path: Path) -> None:
+    config = make_config(run_id="more", reward={"workers": 0}, streams={"lease_s": 60.0})
+    numbers = range(200)
+    tickets = [make_ticket(number, step=0, group_size=1) for number in numbers]
+    samples = [make_trajectory(number, 0, group_size=1, step=0) for number in numbers]
+    asyncio.run(record(tmp_path, config, tickets, samples, []))
+    done = tidemill(tmp_path, "rescore", "more", "--reward", f"{runs / 'mine.py'}:wrong")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "KeyError: 'missing' (mine.py, line 13)" in done.stderr and "then score again" in done.stderr
+    assert "compared" not in done.stdout
 
 
 def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(tmp_path):

@@ -1,5 +1,7 @@
 """How two rewards agree: against values computed by hand, and against the definition of the coefficients."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,13 @@ from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, Score, ScoreStatus, TrajectoryKey
-from tidemill.services.console.compare.agreement import compare, correlation, rank_correlation, ranks
+from tidemill.services.console.compare.agreement import (
+    compare,
+    correlation,
+    rank_correlation,
+    ranks,
+    rescore_tree,
+)
 from tidemill.services.console.look.trace import teacher_gaps
 
 
@@ -56,6 +64,20 @@ def test_failures_are_counted_and_never_compared() -> None:
     assert (agreement.compared, agreement.failed_before, agreement.failed_now) == (1, 1, 1)
     assert agreement.failures_now == {"no answer": 1}
     assert compare({}, {}).compared == 0
+
+
+def test_where_nothing_is_compared_no_number_is_shown() -> None:
+    agreement = compare(scores(group(1, 1.0, 0.0)), scores(group(1, None, None)))
+    assert (agreement.mean_before, agreement.mean_now, agreement.equal_share) == (None, None, None)
+    cost = {
+        "trajectories": 2, "scoring_s": 1.0, "scores_per_s": 2.0, "wall_s": 1.0, "attempts": 2,
+        "latency_p50_s": 0.1, "latency_p95_s": 0.1, "wait_p50_s": 0.1, "wait_p95_s": 0.1, "tokens": {},
+    }  # fmt: skip
+    tree = rescore_tree({"run": "a", "reward": ["b"], "agreement": asdict(agreement), "cost": cost})
+    values = {line.label: line.value for line in tree.children if not line.is_part}
+    assert values.pop("compared") == "0 trajectories in 0 groups"
+    assert values.pop("failed") == "0 before, 2 now"
+    assert set(values.values()) == {None}, values
 
 
 def test_those_that_moved_farthest_come_first_and_those_that_did_not_are_left_out() -> None:

@@ -1,8 +1,9 @@
-"""Ends a run whose reward fails by an error of its own code or data: such an error does not pass.
+"""Ends a run, or a re-scoring, whose reward fails by an error of its own code or data: such an error does not
+pass.
 
 Counted are scores in a row that failed that way, in the order in which they arrive; a score with a value, or
 one that failed by a server, a limit of rate or the machine, begins the count again. What was scored before
-this trainer started does not count: the code may have been corrected since.
+this process started does not count: the code may have been corrected since.
 """
 
 import time
@@ -10,7 +11,7 @@ import time
 from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.streams import id_order
+from tidemill.common.streams.entries import id_order
 from tidemill.common.wire.messages import Score
 
 STEPS_GIVE_UP = 2
@@ -65,9 +66,9 @@ class CodeErrors:
         self._num_in_row += 1
         self._reason = score.error
 
-    def check(self, about: str = "") -> None:
+    def check(self, about: str = "", then: str = "resume the run") -> None:
         """Raises ConfigError: so many scores in a row failed by the reward's own code or data that all will.
-        `about` says in the message what was to be scored."""
+        The message says with `about` what was to be scored, and with `then` what to do after a correction."""
         is_slow = self._num_in_row >= LEAST_SLOW and time.monotonic() - self._first_at > SLOW_S
         if not self._is_on or not (self._num_in_row >= self._limit or is_slow):
             return
@@ -75,5 +76,5 @@ class CodeErrors:
             f"the reward's own code fails: the last {self._num_in_row} scores{about} failed, and none had a "
             f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
             "correct the code, or the ground truths where the reason names one, try it with "
-            f"`{command_line('check', 'CONFIG')}`, then resume the run"
+            f"`{command_line('check', 'CONFIG')}`, then {then}"
         )
