@@ -1,9 +1,9 @@
 """`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
 The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
-what judges and reward models would read of it; with `calls` too, those that are functions are called with
-it, and `faults` says which of them compare a number with text. It runs in a process of its own
-(`common/process/checks.py`): an import of a user's module runs code.
+what judges and reward models would read of it, and `columns` which columns each reward needs; with `calls`
+too, those that are functions are called with it, and `faults` says which of them compare a number with text.
+It runs in a process of its own (`common/process/checks.py`): an import of a user's module runs code.
 """
 
 import sys
@@ -19,7 +19,12 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
+from tidemill.services.reward.functions.reward_function import (
+    TrlLog,
+    load_group_function,
+    required_columns,
+    trl_arguments,
+)
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.number_truths import find_number_faults
 from tidemill.services.reward.outcome import AttemptError
@@ -41,14 +46,15 @@ def check(request: Any) -> Answer:
     if config.group:
         load_group_function(config.group, config.group_kwargs, run.images is not None)
     if row is None:
-        return {"reads": {}, "called": [], "faults": []}
+        return {"reads": {}, "called": [], "faults": [], "columns": {}}
     _check_columns(run, row)
+    columns = needed_columns(run)
     reads = readings(run, row)
     if not request["calls"]:
-        return {"reads": reads, "called": [], "faults": []}
+        return {"reads": reads, "called": [], "faults": [], "columns": columns}
     called = run_main(_call_functions(run, row))
     faults = run_main(find_number_faults(run, _sample_of(row)))
-    return {"reads": reads, "called": called, "faults": faults}
+    return {"reads": reads, "called": called, "faults": faults, "columns": columns}
 
 
 def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
@@ -81,6 +87,22 @@ def _check_columns(run: RunConfig, row: dict[str, Any]) -> None:
                 f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, or "
                 "a default in the function."
             ) from None
+
+
+def needed_columns(run: RunConfig) -> dict[str, list[str]]:
+    """Name of the reward -> the columns without which it gives no score: what a function in TRL's style
+    requires, and the column of a teacher's prompt. What others read of a row is not known."""
+    columns: dict[str, list[str]] = {}
+    for name, reward in run.reward.named.items():
+        if reward.teacher is not None and reward.teacher.prompt_column:
+            columns[name] = [reward.teacher.prompt_column]
+        if reward.function is None:
+            continue
+        function = load_checked(name, reward, run.images is not None)
+        if function.how.style is Style.TRL:
+            kwargs = {} if function.is_made else reward.kwargs
+            columns[name] = required_columns(function.how, kwargs)
+    return {name: required for name, required in columns.items() if required}
 
 
 async def _call_functions(run: RunConfig, row: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
+from tidemill.services.console.check.missing_columns import find_missing_columns
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
     check_lengths,
@@ -242,7 +243,7 @@ def examine(
         lambda: _check_pictures(findings, rows),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
-        lambda: _check_rewards(findings, first_row(), calls_reward),
+        lambda: _check_rewards(findings, rows, first_row(), calls_reward),
         lambda: _check_environment(findings, rows, first_row(), calls_reward),
         lambda: findings.notes.extend(check_code_tests(findings.config, rows)),
         lambda: _try_sandboxes(findings),
@@ -333,13 +334,14 @@ def _check_pictures(findings: Findings, rows: Rows) -> None:
     findings.notes += notes
 
 
-def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
+def _check_rewards(findings: Findings, rows: Rows, row: Row | None, calls_reward: bool) -> None:
     if row is not None:
         findings.gets = describe_arguments(row)
     answer = check_reward(findings.config, row, calls_reward and row is not None)
     findings.rewards = answer["called"]
     findings.reads = answer["reads"]
     findings.notes += answer["faults"]
+    findings.notes += find_missing_columns(findings.config, answer["columns"], rows)
 
 
 def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_oracle: bool) -> None:

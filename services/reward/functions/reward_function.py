@@ -29,6 +29,7 @@ from tidemill.services.reward.functions.signature import (
     ROUTER,
     SOLUTION_NAMES,
     TOKENIZER,
+    TRL_ARGUMENTS,
     CallConvention,
     Style,
     is_async,
@@ -45,6 +46,7 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
+_OF_EVERY_ROW = ("data_source", "ground_truth")
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
@@ -278,6 +280,13 @@ def trl_arguments(
             is_final=True,
         )
     return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
+
+
+def required_columns(how: CallConvention, kwargs: Kwargs) -> list[str]:
+    """The dataset's columns that a function in TRL's style requires: its arguments without a default that
+    neither every call nor `kwargs` passes."""
+    passed = {*TRL_ARGUMENTS, *_OF_EVERY_ROW, "thought", "is_evaluation", *how.picture_names, *kwargs}
+    return sorted(how.required - passed)
 
 
 def picture_arguments(how: CallConvention, sample: RewardSample) -> dict[str, Any]:

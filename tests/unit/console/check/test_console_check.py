@@ -160,7 +160,7 @@ def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(tmp_path, template,
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reward's own check, which starts a process, has tests of its own."""
     monkeypatch.setattr(
-        preflight, "check_reward", lambda config, row, calls: {"called": [], "reads": {}, "faults": []}
+        preflight, "check_reward", lambda config, row, calls: {"called": [], "reads": {}, "faults": [], "columns": {}}
     )
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     return write_run(tmp_path)
@@ -425,7 +425,7 @@ def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "check_reward", lambda *_: {"called": [], "reads": {}, "faults": []})
+    monkeypatch.setattr(preflight, "check_reward", lambda *_: {"called": [], "reads": {}, "faults": [], "columns": {}})
     path = write_run(tmp_path)
     answer(monkeypatch)
     assert "2 x 3.0 of 8.0 GiB" in examine(path, machine=MACHINE).memory[0]
