@@ -268,15 +268,40 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
     assert [named.scores_source("any", name) for name in ("a", "held", "", "c")] == [True, True, False, False]
 
 
+EVALUATED = {"data": {"train": "train.jsonl", "eval": {"held": "held.jsonl"}}}
+
+
 @pytest.mark.parametrize(
     ("sections", "idle"),
     [
         ({}, []),
         ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
         ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
-        ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}},
+        ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}} | EVALUATED,
          ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"]),
-        ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}}, []),
+        ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}} | EVALUATED, []),
+        ({"trainer": {"evaluation": {"every": 5}}}, ["trainer.evaluation"]),
+        ({"trainer": {"algorithm": {"kl": {"coefficient": 0.1, "estimator": "k2"}}}},
+         ["trainer.algorithm.kl.coefficient", "trainer.algorithm.kl.estimator"]),
+        ({"trainer": {"algorithm": {
+            "kl": {"coefficient": 0.1}, "reference": {"model": "frozen", "every": 5}}}},
+         ["trainer.algorithm.kl.coefficient", "trainer.algorithm.reference.every"]),
+        ({"trainer": {"algorithm": {
+            "kl": {"place": "loss", "coefficient": 0.1},
+            "reference": {"model": "updated", "every": 5}}}}, []),
+        ({"trainer": {"algorithm": {"kl_control": {"horizon": 9}, "entropy_control": {"delta": 0.1}}}},
+         ["trainer.algorithm.kl_control.horizon", "trainer.algorithm.entropy_control.delta"]),
+        ({"trainer": {"algorithm": {"importance": {"mode": "off", "high": 5}, "value": {"lr": 1e-5}}}},
+         ["trainer.algorithm.importance.high", "trainer.algorithm.value.lr"]),
+        ({"trainer": {"algorithm": {
+            "importance": {"high": 5}, "advantage": "gae", "value": {"lr": 1e-5}}}}, []),
+        ({"trainer": {"algorithm": {
+            "overlong": {"buffer_share": 0.5}, "length_penalty": {"of": "successes"}}}},
+         ["trainer.algorithm.overlong.buffer_share", "trainer.algorithm.length_penalty.of"]),
+        ({"trainer": {"algorithm": {"teacher": {"clip": 5}}}}, ["trainer.algorithm.teacher"]),
+        ({"streams": {"archive": {"enabled": False, "keep_gb": 5}}}, ["streams.archive.keep_gb"]),
+        ({"reward": {"cache_mb": 9}}, ["reward.cache_mb"]),
+        ({"reward": {"cache_mb": 9, "rewards": {"x": {"function": "math", "cache": True}}}}, []),
         ({"trainer": {"policy": "simulated", "algorithm": {"router": {"balance": 0.1}}}},
          ["trainer.algorithm.router"]),
         ({"rollout": {"environment": {"agent": "a.py:run"}}}, ["rollout.environment.agent"]),
@@ -291,6 +316,17 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
 def test_settings_that_do_nothing_are_named(sections, idle):
     texts = idle_settings(parse_config(MINIMAL | sections, "run.yaml"))
     assert [text.partition(" ")[0] for text in texts] == idle
+
+
+def test_a_learning_rate_that_destroys_the_model_is_a_warning():
+    def warnings(**trainer: Any) -> list[str]:
+        return parse_config(MINIMAL | {"trainer": trainer}, "run.yaml").warnings
+
+    (warning,) = warnings(optimizer={"lr": 1})
+    assert warning.startswith("trainer.optimizer.lr is 1:")
+    assert not warnings(optimizer={"lr": 1e-3}) and not warnings(optimizer={"lr": 1}, policy="simulated")
+    (of_critic,) = warnings(algorithm={"advantage": "gae", "value": {"lr": 0.5}})
+    assert of_critic.startswith("trainer.algorithm.value.lr is 0.5:")
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
