@@ -32,6 +32,7 @@ from tidemill.services.reward.functions.signature import (
     TRL_ARGUMENTS,
     CallConvention,
     Style,
+    as_written,
     is_async,
     recognise,
     signature_of,
@@ -416,8 +417,9 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
     try:
         signature.bind(**passed)
     except TypeError as error:
+        parameters = ", ".join(map(as_written, signature.parameters.values()))
         raise ConfigError(
-            f"reward.group {reference} takes ({', '.join(signature.parameters)}): {error}; expected "
+            f"reward.group {reference} takes ({parameters}): {error}; expected "
             f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
         ) from None
     return GroupFunction(

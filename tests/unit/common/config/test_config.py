@@ -183,8 +183,13 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
             parse_config(minimal_with(path, value), "run.yaml")
         except ConfigError as error:
             text = str(error)
-            for foreign in ("valid dictionary", "valid tuple", "valid list", "instance of", "nput should"):
+            foreign_words = "valid dictionary", "valid tuple", "valid list", "instance of", "nput should"
+            for foreign in (*foreign_words, "match pattern"):
                 assert foreign not in text, text
+            fields = [line.partition(": ")[0] for line in text.splitlines()[1:]]
+            # Of a map's entry, key and value may both be wrong.
+            assert len(set(fields)) == len(fields) or isinstance(value, dict), text
+            assert not any(field.endswith(".bool") for field in fields), text
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,21 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
         ("trainer.steps", "many", "trainer.steps: must be a whole number, got 'many'"),
         ("run_id", 7, "run_id: must be text, got 7; write it in quotes: run_id: \"7\""),
         ("trainer.batch_order", "in_ordr", "did you mean 'in_order'?"),
+        # Of a field of several types, and of one whose text has a form.
+        ("reward.on_failure", "zero", "1 problem\n  reward.on_failure: must be 'drop_sample' or "
+         "'drop_group', or a number, got 'zero'"),
+        ("reward.on_failure", "drop_sampel", "got 'drop_sampel'; did you mean 'drop_sample'?"),
+        ("trainer.micro_batch_tokens", 5, "must be greater than or equal to 16, or 'auto', got 5"),
+        ("weights.url", "s3", "weights.url: must be the address of a weight server (http:// or https://)"),
+        ("streams.claim_check_url", "x", "must be the address of a store, such as s3://bucket/folder"),
+        ("run_id", "a b", "run_id: must be letters, digits, '.', '_' and '-', at most 100, of which"),
+        ("trainer.evaluation.keep_best", "x", "must be score, accuracy, pass_at_k or pass_at_N, perhaps of"),
+        ("servers", {"a b": {"base_urls": ["http://h:1"], "model": "m", "api_key_env": "a-b"}},
+         "servers.a b: must be a name of letters, digits, '_' and '-', at most 64, got 'a b'"),
+        ("servers", {"a": {"base_urls": ["http://h:1"], "model": "m", "api_key_env": "a-b"}},
+         "servers.a.api_key_env: must be the name of an environment variable, such as JUDGE_KEY"),
+        ("reward.rewards", {"a b": {"function": "math"}}, "reward.rewards.a b: must be a name of letters"),
+        ("data.train", [{"name": "a/b", "path": "p"}], "name: must be letters, digits, '.', '_' and '-', at"),
     ],
 )  # fmt: skip
 def test_what_was_meant_is_written_out(path: str, value: Any, answer: str) -> None:
@@ -403,6 +423,27 @@ def test_an_override_has_the_type_its_text_means(tmp_path, override, section, fi
 def test_overrides_reach_into_sections_that_the_file_does_not_have_and_the_last_wins(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "seed=1", "seed=2"])
     assert (config.trainer.optimizer.lr, config.seed) == (1e-5, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("reward.function=bad.py:", "reward.function", "bad.py:"),
+        ("run_id=2026-01-31", "run_id", "2026-01-31"),
+        ("run_id=007", "run_id", "007"),
+        ("data.system_prompt=Answer: briefly", "data.system_prompt", "Answer: briefly"),
+        # Where a field is no text, or not only text, YAML's reading holds.
+        ("reward.kwargs=strict: true", "reward.kwargs", {"strict": True}),
+        ("reward.group=null", "reward.group", None),
+        ("trainer.optimizer.lr=1e-5", "trainer.optimizer.lr", 1e-5),
+        ("reward.on_failure=0", "reward.on_failure", 0.0),
+    ],
+)
+def test_an_override_of_a_text_is_taken_as_it_stands(tmp_path, override, field, value):
+    node: Any = load_config(write(tmp_path, MINIMAL), [override])
+    for name in field.split("."):
+        node = getattr(node, name)
+    assert (node.rpartition("/")[2] if isinstance(node, str) else node) == value
 
 
 @pytest.mark.parametrize(
