@@ -4,7 +4,8 @@ Each message says what was found, what was expected and what to do. Command line
 without a traceback and exit with `exit_code`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 
 class TidemillError(Exception):
@@ -19,6 +20,8 @@ class ConfigError(TidemillError):
     exit_code = 2
     unknown_fields: tuple[str, ...] = ()
     """Dotted names in the config file that match no field."""
+    guesses: Mapping[str, str] = MappingProxyType({})
+    """What the message guesses of some of them, by their names: for those who know better."""
 
 
 class ConfigErrors(ConfigError):

@@ -111,14 +111,16 @@ def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) ->
     try:
         return RunConfig.model_validate(tree, context={"base": base})
     except ValidationError as error:
-        from tidemill.common.config.problems import explain_problem
+        from tidemill.common.config.problems import explain_problems, find_guesses
 
         items = error.errors(include_url=False)
-        noun = "problem" if len(items) == 1 else "problems"
-        lines = "".join(f"\n  {explain_problem(item)}" for item in items)
-        refusal = ConfigError(f"{origin}: {len(items)} {noun}{lines}")
+        problems = explain_problems(items)
+        noun = "problem" if len(problems) == 1 else "problems"
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        refusal = ConfigError(f"{origin}: {len(problems)} {noun}{lines}")
         unknown = (item["loc"] for item in items if item["type"] == "extra_forbidden")
         refusal.unknown_fields = tuple(".".join(map(str, loc)) for loc in unknown)
+        refusal.guesses = find_guesses(items)
         raise refusal from None
 
 
@@ -135,7 +137,8 @@ def override_config(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one value in the tree; the value is read as YAML, so numbers, lists and null work."""
+    """Set one value in the tree; the value is read as YAML, so numbers, lists and null work. Where the field
+    is text, so is a value that YAML would read otherwise: `bad.py:` is a map to it, `2026-01-31` a date."""
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -147,6 +150,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     # Where YAML reads the value as text, it may still be a number: `1e-4`.
     if value == raw.strip():
         value = number_of(value)
+    is_plain = not raw.lstrip().startswith(("{", "[", "!", "&"))
+    if is_plain and not isinstance(value, str | None):
+        from tidemill.common.config.problems import is_text
+
+        value = raw.strip() if is_text(keys) else value
     node = tree
     for key in keys[:-1]:
         child = node.setdefault(key, {})

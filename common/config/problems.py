@@ -7,8 +7,9 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -16,7 +17,7 @@ from pydantic.fields import FieldInfo
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import Section, read_later
 
-_TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
+_TAG = re.compile(r"^(constrained-)?(float|int|str|bool)$|[]>]$")
 """Parts of pydantic's path that name no field: `float`, `constrained-int` and `list[str]` say which type of a
 union was tried, `[key]` that a name in a map is wrong."""
 _SECTION_TYPES = ("model_type", "model_attributes_type")
@@ -35,6 +36,55 @@ _EXPECTED_SCALARS = {
     "bool_": "must be true or false",
 }
 """Beginning of pydantic's kind of error -> what is expected."""
+
+
+_FORMS = {
+    (
+        "weights",
+        "url",
+    ): "the address of a weight server (http:// or https://) or of a store (s3://bucket/folder, "
+    "gs:// or az://), or empty",
+    (
+        "streams",
+        "claim_check_url",
+    ): "the address of a store, such as s3://bucket/folder (gs:// and az:// work too), or empty",
+    ("api_key_env",): "the name of an environment variable, such as JUDGE_KEY: letters, digits and _",
+    ("run_id",): "letters, digits, '.', '_' and '-', at most 100, of which the first is a letter or digit",
+    ("keep_best",): "score, accuracy, pass_at_k or pass_at_N, perhaps of one set, as in SET/score; or empty",
+    (
+        "train",
+        "name",
+    ): "letters, digits, '.', '_' and '-', at most 64, of which the first is a letter or digit",
+    ("rewards",): "a name of letters, digits, '_' and '-', at most 64",
+    ("servers",): "a name of letters, digits, '_' and '-', at most 64",
+    ("choices",): "a word that is not blank",
+}
+"""Names of sections and fields, or of the map whose key is wrong -> the form of text that is expected."""
+
+
+def explain_problems(items: Sequence[Any]) -> list[str]:
+    """Pydantic's errors as lines: one for each field. A field of several types has an error of each.
+
+    Example: `reward.on_failure: must be 'drop_sample' or 'drop_group', or a number, got 'zero'`.
+    """
+    by_field: dict[str, list[Any]] = {}
+    for number, item in enumerate(items):
+        last_name = str(item["loc"][-1]) if item["loc"] else ""
+        is_tried = bool(_TAG.search(last_name)) and last_name != "[key]"
+        # What is no type of a union that was tried stands by itself.
+        group = ".".join(_names_in(item["loc"])) if is_tried else f"{number}."
+        by_field.setdefault(group, []).append(item)
+    return [_explain(of_field) for of_field in by_field.values()]
+
+
+def _explain(items: Sequence[Any]) -> str:
+    if len(items) == 1:
+        return explain_problem(items[0])
+    field = ".".join(_names_in(items[0]["loc"]))
+    expected = [_expected(item).removeprefix("must be ") for item in items]
+    hints = [hint for hint in map(_remedy, items) if hint]
+    hint = f"; {hints[0]}" if hints else ""
+    return f"{field}: must be {', or '.join(expected)}, got {items[0]['input']!r}{hint}"
 
 
 def explain_problem(item: Any) -> str:
@@ -72,10 +122,24 @@ def _expected(item: Any) -> str:
     kind = item["type"]
     if kind in _EXPECTED:
         return _EXPECTED[kind]
+    form = _form_of(item["loc"]) if kind == "string_pattern_mismatch" else ""
+    if form:
+        return f"must be {form}"
     for beginning, expected in _EXPECTED_SCALARS.items():
         if kind.startswith(beginning):
             return expected
     return _in_sentence(item, "Input ").replace("should be", "must be")
+
+
+def _form_of(loc: tuple[Any, ...]) -> str:
+    """The form of text that is expected there, in words; empty where it has none."""
+    names = [str(key) for key in loc if not isinstance(key, int) and not str(key).startswith("<")]
+    if names[-1] == "[key]":
+        names = names[:-2]
+    for ending, form in _FORMS.items():
+        if tuple(names[-len(ending) :]) == ending:
+            return form
+    return ""
 
 
 def _remedy(item: Any) -> str:
@@ -196,7 +260,7 @@ def _similar(loc: tuple[Any, ...]) -> str:
         if key in section.model_fields:  # else it is a name of the user's, or a place in a list
             section = _section_in(section.model_fields[key].annotation) or Section
     unknown = str(loc[-1])
-    elsewhere = [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == unknown]
+    elsewhere = _fields_called(unknown)
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     names = sorted(section.model_fields)
@@ -204,6 +268,31 @@ def _similar(loc: tuple[Any, ...]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; fields here: {', '.join(names)}" if names else ""
+
+
+def _fields_called(name: str) -> list[str]:
+    """Dotted names of the fields of this name in all sections."""
+    return [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == name]
+
+
+def find_guesses(items: Iterable[Any]) -> dict[str, str]:
+    """The ends of the lines on unknown fields, by field, that only guess: from names that look similar."""
+    unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
+    return {".".join(_names_in(loc)): _similar(loc) for loc in unknown if not _fields_called(str(loc[-1]))}
+
+
+def is_text(path: Sequence[str]) -> bool:
+    """Whether the field at this place in the config takes text, and nothing else but perhaps null."""
+    information = _field_at(tuple(path))
+    return information is not None and _takes_only_text(information.annotation)
+
+
+def _takes_only_text(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        return _takes_only_text(get_args(annotation)[0])
+    inner = [each for each in get_args(annotation) if each is not type(None)]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return annotation is str or (is_union and all(map(_takes_only_text, inner)))
 
 
 def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:

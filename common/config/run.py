@@ -11,7 +11,7 @@ from tidemill.common.config.data import DataConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section, later, listed
-from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.config.trainer import TrainerConfig, learning_rate_warnings
 from tidemill.common.config.weights import WeightsConfig
 
 if TYPE_CHECKING:
@@ -174,7 +174,8 @@ class RunConfig(Section):
     @property
     def warnings(self) -> list[str]:
         """Settings that are allowed and may spoil what the run learns, in words."""
-        return list(failure_value_warnings(self.reward)) if self.generates else []
+        of_rewards = failure_value_warnings(self.reward) if self.generates else ()
+        return [*of_rewards, *learning_rate_warnings(self.trainer)]
 
     @property
     def generates(self) -> bool:

@@ -1,5 +1,6 @@
 """The `trainer` section: schedule, algorithm, optimizer, weights and checkpoints."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -289,3 +290,24 @@ class TrainerConfig(Section):
             and algorithm.old_logprobs == "recompute"
             and algorithm.loss_traits.has_ratio
         )
+
+
+USUAL_LR = 0.01
+"""Largest learning rate that is not noted: AdamW moves a weight by about the rate in each update, and most
+weights of a language model are smaller than 0.1."""
+
+
+def learning_rate_warnings(config: TrainerConfig) -> Iterator[str]:
+    """A sentence for each learning rate that is so large that it most likely destroys the model."""
+    if config.policy == "simulated":
+        return
+    rates = {"trainer.optimizer.lr": config.optimizer.lr}
+    if config.algorithm.needs_values and config.algorithm.value.lr is not None:
+        rates["trainer.algorithm.value.lr"] = config.algorithm.value.lr
+    for field, rate in rates.items():
+        if rate > USUAL_LR:
+            yield (
+                f"{field} is {rate:g}: each update moves every weight by about so much, and most weights are "
+                "below 0.1, so the model is most likely lost with the first updates. Usual are 1e-7 to 1e-4, "
+                "and up to 1e-3 with lora or for small models"
+            )

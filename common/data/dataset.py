@@ -218,7 +218,7 @@ def parse_row(
         check_no_pictures(columns, origin, NO_SECTION)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
-        raise missing_column(origin, f"column {column!r} (the prompt)", columns)
+        raise no_prompt(origin, columns, names)
     prompt, pictures_in_parts = parse_prompt(columns[column], column, origin, pictures)
     reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     images: tuple[ImageSource, ...] = ()
@@ -322,9 +322,10 @@ def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: boo
         if name in columns:
             return columns[name]
     if needs_truth:
-        raise missing_column(
-            origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns
-        )
+        is_null = model is None and "reward_model" in columns
+        where_null = "reward_model is null; " if is_null else ""
+        subject = f"the truth, {TRUTHS[0]!r} ({where_null}write null where the reward needs none),"
+        raise missing_column(origin, subject, columns)
     return None
 
 
@@ -359,6 +360,9 @@ def renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -
         value: Any = columns
         # A column's own name may contain a dot.
         for key in [theirs] if theirs in columns else theirs.split("."):
+            if value is None:
+                outer = theirs.partition(f".{key}")[0]
+                raise null_column(origin, [outer], f"{theirs!r} (data.columns) is read from it")
             if not isinstance(value, Mapping) or key not in value:
                 raise missing_column(
                     origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ()
@@ -372,6 +376,27 @@ def renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -
 
 def wrong_value(origin: str, where: str, expected: str, value: Any) -> ConfigError:
     return ConfigError(f"{origin}: {where} must be {expected}, got {in_words(value)}.")
+
+
+def no_prompt(
+    origin: str,
+    columns: Mapping[str, Any],
+    names: Mapping[Any, str],
+    accepted: Iterable[str] = (*PROMPTS, *TRUTHS),
+) -> ConfigError:
+    """The error for a row without a prompt: no column is one, or those that are have nulls. `names` is
+    `data.columns`."""
+    nulls = [names.get(name, name) for name in PROMPTS if name in columns]
+    if not nulls:
+        return missing_column(origin, f"column {PROMPT!r} (the prompt)", columns, accepted)
+    return null_column(origin, nulls, "a prompt is text or a list of chat messages")
+
+
+def null_column(origin: str, columns: Iterable[str], expected: str) -> ConfigError:
+    """The error for a row that has null in these columns, one of which it needs."""
+    names = [repr(name) for name in dict.fromkeys(columns)]
+    subject = f"column {names[0]} is null" if len(names) == 1 else f"columns {' and '.join(names)} are null"
+    return ConfigError(f"{origin}: {subject}, and {expected}; fill it in, or leave the row out of the data.")
 
 
 def missing_column(

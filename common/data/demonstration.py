@@ -9,6 +9,8 @@ from tidemill.common.data.dataset import (
     Row,
     check_text,
     missing_column,
+    no_prompt,
+    null_column,
     parse_prompt,
     renamed,
     wrong_value,
@@ -34,8 +36,10 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     if columns.get(IDS[1]) is not None:
         return Row(str(columns.get(PROMPT) or ""), source, None, {}, number, origin, completion=columns)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
+    if columns.get(column) is None and IDS[1] in columns:
+        raise null_column(origin, [IDS[1]], "a row of ids is imitated from it")
     if columns.get(column) is None:
-        raise missing_column(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
+        raise no_prompt(origin, columns, names, (*PROMPTS, *COMPLETIONS))
     check_no_pictures(columns, origin, NOT_IMITATED)
     prompt, _ = parse_prompt(columns[column], column, origin)
     completion_columns = [name for name in COMPLETIONS if columns.get(name) is not None]
@@ -46,6 +50,9 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
         first = next(index for index, message in enumerate(prompt) if message["role"] == "assistant")
         completion = prompt[first:]
         prompt = prompt[:first]
+    elif any(name in columns for name in COMPLETIONS):
+        nulls = [names.get(name, name) for name in COMPLETIONS if name in columns]
+        raise null_column(origin, nulls, "a completion is what is imitated")
     else:
         subject = (
             f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, StreamsConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import OutageError, TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
@@ -44,9 +45,11 @@ from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
 from tidemill.common.process.shutdown import TRAINER, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
-from tidemill.common.redis.client import make_client
+from tidemill.common.redis.client import URL_VARIABLE, make_client
 from tidemill.common.run.state import (
+    ADDRESS_FILE,
     CONFIG_FILE,
+    RUNS_DIR_VARIABLE,
     UnknownRunError,
     has_finished,
     read_config,
@@ -234,6 +237,8 @@ async def _serve_to_the_end(role: str, options: argparse.Namespace, load: Callab
 
 async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
     keys = Keys(options.run)
+    if role != TRAINER:
+        _find_address(runs_dir() / keys.run_id / ADDRESS_FILE)
     shutdown = Shutdown()
     shutdown.handle_signals()  # before the first wait: a stop must end that, too
     broker = await unless_set(shutdown.stopping, Broker.connect())
@@ -300,6 +305,25 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         return 0
     finally:
         await broker.close()
+
+
+def _find_address(file: Path) -> None:
+    """Take the address of the run's own Redis into the environment, where connections and child processes
+    read it, unless an address is there already.
+
+    Raises:
+        BrokerError: there is neither.
+    """
+    if os.environ.get(URL_VARIABLE):
+        return
+    try:
+        os.environ[URL_VARIABLE] = file.read_text().strip()
+    except OSError as error:
+        redis_url(
+            f", and {file} cannot be read: {error.strerror}. `{command_line('up')}` keeps the address of "
+            f"its own Redis there while it runs; {RUNS_DIR_VARIABLE} names another folder of runs"
+        )
+    log.info("joining the run's own Redis", address_in=str(file))
 
 
 def _open_claims(run_dir: Path, streams: StreamsConfig, max_bytes: int) -> "ClaimStore":

@@ -37,11 +37,15 @@ def main() -> None:
     try:
         app()
     except TidemillError as error:
-        print(f"tidemill: {error}", file=sys.stderr)
+        message = str(error)
+        meanings = ""
         if isinstance(error, ConfigError) and error.unknown_fields:
-            from tidemill.services.console.convert.table import names_elsewhere
+            from tidemill.services.console.convert.table import names_elsewhere, without_guesses
 
-            print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
+            meanings = names_elsewhere(error.unknown_fields)
+            message = without_guesses(message, error.guesses)
+        print(f"tidemill: {message}", file=sys.stderr)
+        print(meanings, end="", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None:

@@ -1,10 +1,10 @@
 """`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
 The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
-what judges and reward models would read of it, and which functions get text or chats; with `calls` too, those
-that are functions are called with it, and `faults` says which of them compare a number with text. What is
-wrong with one reward hides no mistake of another. It runs in a process of its own
-(`common/process/checks.py`): an import of a user's module runs code.
+what judges and reward models would read of it, which functions get text or chats, and in `columns` which
+columns each reward needs; with `calls` too, those that are functions are called with it, and `faults` says
+which of them compare a number with text. What is wrong with one reward hides no mistake of another. It runs
+in a process of its own (`common/process/checks.py`): an import of a user's module runs code.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from tidemill.services.reward.functions.reward_function import (
     RewardFunction,
     TrlLog,
     load_group_function,
+    required_columns,
     trl_arguments,
 )
 from tidemill.services.reward.functions.signature import Style
@@ -59,10 +60,11 @@ def check(request: Any) -> Answer:
     if config.group:
         with problems.collecting(GROUP):
             load_group_function(config.group, config.group_kwargs, run.images is not None)
-    answer: Answer = {"reads": {}, "gets": [], "called": [], "faults": []}
+    answer: Answer = {"reads": {}, "gets": [], "called": [], "faults": [], "columns": {}}
     if row is not None:
         _check_columns(run, row, problems)
         answer["reads"] = readings(run, row, problems)
+        answer["columns"] = needed_columns(run, problems)
         answer["gets"] = _forms(run, row, problems)
         if request["calls"]:
             answer["called"] = run_main(_call_functions(run, row, problems))
@@ -127,6 +129,22 @@ def _check_columns(run: RunConfig, row: dict[str, Any], problems: Problems) -> N
                     f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, "
                     "or a default in the function."
                 ) from None
+
+
+def needed_columns(run: RunConfig, problems: Problems) -> dict[str, list[str]]:
+    """Name of the reward -> the columns without which it gives no score: what a function in TRL's style
+    requires, and the column of a teacher's prompt. What others read of a row is not known."""
+    columns: dict[str, list[str]] = {}
+    for name, reward in run.reward.named.items():
+        if reward.teacher is not None and reward.teacher.prompt_column:
+            columns[name] = [reward.teacher.prompt_column]
+        if reward.function is None or problems.has(name):
+            continue
+        function = load_checked(name, reward, run.images is not None)
+        if function.how.style is Style.TRL:
+            kwargs = {} if function.is_made else reward.kwargs
+            columns[name] = required_columns(function.how, kwargs)
+    return {name: required for name, required in columns.items() if required}
 
 
 def _forms(run: RunConfig, row: dict[str, Any], problems: Problems) -> list[str]:

@@ -40,6 +40,7 @@ from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
+from tidemill.services.console.check.missing_columns import find_missing_columns
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
     check_lengths,
@@ -88,7 +89,45 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "policy is transformers",
     ),
     ("trainer.algorithm: max_filter_rounds", lambda s: s.filter_zero_variance, "filter_zero_variance is on"),
-    ("trainer.algorithm: kl_control.target", lambda s: s.kl.place != "off", "kl.place is loss or reward"),
+    (
+        "trainer.algorithm: kl.coefficient kl_control.target",
+        lambda s: s.kl.place != "off",
+        "kl.place is loss or reward",
+    ),
+    (
+        "trainer.algorithm: kl.estimator kl.bound reference.dtype",
+        lambda s: s.needs_reference,
+        "reference.model is frozen or updated",
+    ),
+    (
+        "trainer.algorithm: reference.every reference.mixup",
+        lambda s: s.reference.model == "updated",
+        "reference.model is updated",
+    ),
+    ("trainer.algorithm.kl_control: horizon", lambda s: s.target is not None, "target is given"),
+    ("trainer.algorithm.entropy_control: delta low high", lambda s: s.target is not None, "target is given"),
+    (
+        "trainer.algorithm: importance.low importance.high",
+        lambda s: s.importance_mode != "off",
+        "importance.mode is truncate or mask",
+    ),
+    (
+        "trainer.algorithm: value.model value.lr value.coefficient value.clip value.whiten",
+        lambda s: s.needs_values,
+        "advantage is gae",
+    ),
+    ("trainer.algorithm: gamma_per", lambda s: s.gamma < 1.0, "gamma is below 1"),
+    ("trainer.algorithm.overlong: buffer_share", lambda s: s.penalty, "penalty is above 0"),
+    ("trainer.algorithm.length_penalty: of", lambda s: s.is_on, "tokens or turns is above 0"),
+    ("trainer.algorithm.teacher: estimator", lambda s: s.place == "loss", "place is loss"),
+    (": trainer.algorithm.teacher", lambda s: s.reward.teachers, "one of reward.rewards is a teacher"),
+    (": trainer.evaluation", lambda s: s.data.eval, "data.eval names a set"),
+    ("streams.archive: segment_mb keep_gb keep_days keep_choices", lambda s: s.enabled, "enabled is true"),
+    (
+        "reward: cache_mb",
+        lambda s: any(reward.is_cached for reward in s.named.values()),
+        "rewards.<name>.cache is true",
+    ),
     ("trainer.algorithm.rejection: denominator", lambda s: s.is_on, "there are bounds or a veto"),
     (
         "trainer.algorithm.value: detach",
@@ -111,21 +150,22 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "prompt_column or template gives the teacher a prompt of its own",
     ),
 )
-"""A row: the path of a section and fields of it, whether these have an effect in a given section, and what
-the section needs so that they have one. The first row: `streams.claim_check_url` does nothing unless
-`streams.claim_check_bytes` is above 0."""
+"""A row: the path of a section (empty for the whole config) and fields of it, whether these have an effect
+in a given section, and what the section needs so that they have one. The first row:
+`streams.claim_check_url` does nothing unless `streams.claim_check_bytes` is above 0."""
 
 
 def idle_settings(config: RunConfig) -> Iterator[str]:
     """Settings that were changed and do nothing, each with what it needs."""
     for names, is_read, needs in IDLE:
         path, _, fields = names.partition(": ")
-        for where, section in _sections(config, path.split(".")):
+        for where, section in _sections(config, path.split(".") if path else []):
             if is_read(section):
                 continue
+            prefix = f"{where}." if where else ""
             for name in fields.split():
                 if _is_changed(section, name):
-                    yield f"{where}.{name} does nothing unless {where}.{needs}"
+                    yield f"{prefix}{name} does nothing unless {prefix}{needs}"
 
 
 def cost_of_choices(config: RunConfig) -> Iterator[str]:
@@ -161,11 +201,12 @@ def _sections(root: Any, names: list[str], where: str = "") -> Iterator[tuple[st
 def _is_changed(section: Any, name: str) -> bool:
     """Whether a field, or one of a section inside as `kl_control.target`, has another value than its
     default."""
-    first, _, inner_name = name.partition(".")
+    first, *inner_names = name.split(".")
     default = type(section).model_fields[first].get_default(call_default_factory=True)
     value = getattr(section, first)
-    if inner_name:
-        return bool(getattr(value, inner_name) != getattr(default, inner_name))
+    for inner_name in inner_names:
+        default = getattr(default, inner_name)
+        value = getattr(value, inner_name)
     return bool(value != default)
 
 
@@ -242,7 +283,7 @@ def examine(
         lambda: _check_pictures(findings, rows),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
-        lambda: _check_rewards(findings, first_row(), calls_reward),
+        lambda: _check_rewards(findings, rows, first_row(), calls_reward),
         lambda: _check_environment(findings, rows, first_row(), calls_reward),
         lambda: findings.notes.extend(check_code_tests(findings.config, rows)),
         lambda: _try_sandboxes(findings),
@@ -252,6 +293,7 @@ def examine(
         lambda: _read_rows(findings, rows),
         lambda: _look_at_model(findings),
         lambda: _count_steps(findings, rows),
+        lambda: _check_expectations(findings.config),
         lambda: _check_lora(findings.config),
         lambda: _check_gpus(findings.config),
         lambda: _check_memory(findings, machine),
@@ -335,7 +377,7 @@ def _check_pictures(findings: Findings, rows: Rows) -> None:
     findings.notes += notes
 
 
-def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
+def _check_rewards(findings: Findings, rows: Rows, row: Row | None, calls_reward: bool) -> None:
     if row is not None:
         findings.gets = describe_arguments(row)
     answer = check_reward(findings.config, row, calls_reward and row is not None)
@@ -343,6 +385,7 @@ def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> N
     findings.rewards = answer["called"]
     findings.reads = answer["reads"]
     findings.notes += answer["faults"]
+    findings.notes += find_missing_columns(findings.config, answer["columns"], rows)
 
 
 def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_oracle: bool) -> None:
@@ -364,6 +407,27 @@ def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_or
             findings.session = check_environment(config, chosen, plays_oracle=True)
             return
     findings.session = check_environment(config, [row] if row is not None and is_here else [])
+
+
+def _check_expectations(config: RunConfig) -> None:
+    """Check that what the run is to reach can be measured. Here and not in the section, so that the config of
+    a run that has ended can still be read."""
+    gain = config.expect.eval_gain
+    if gain is None:
+        return
+    if not config.data.eval:
+        raise ConfigError(
+            f"expect.eval_gain ({gain:g}) needs data.eval: without an evaluation set no gain "
+            "is measured. Name a set, such as data.eval={held_out: eval.jsonl}, or leave expect out"
+        )
+    evaluation = config.trainer.evaluation
+    has_two = evaluation.at_start or 0 < evaluation.every < config.trainer.steps
+    if not has_two:
+        raise ConfigError(
+            f"expect.eval_gain ({gain:g}) needs two evaluations, and only the final model is "
+            "evaluated: set trainer.evaluation.at_start to true, or trainer.evaluation.every below "
+            f"trainer.steps ({config.trainer.steps})"
+        )
 
 
 def _check_gpus(config: RunConfig) -> None:

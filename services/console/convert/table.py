@@ -3,7 +3,7 @@
 The converter and the answer to an unknown field read the same rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -143,3 +143,12 @@ def names_elsewhere(unknown: Iterable[str]) -> str:
             lines.append(f"  {field} is {' or '.join(meanings[:3])}\n")
     hint = f"  `{command_line('convert')}` reads whole files of verl, TRL and prime-rl.\n"
     return "".join(lines) + hint if lines else ""
+
+
+def without_guesses(message: str, guesses: Mapping[str, str]) -> str:
+    """The message on unknown fields without the guesses (`ConfigError.guesses`) at those that are options of
+    another project: `names_elsewhere` says what these are here."""
+    for field, guess in guesses.items():
+        if any(_meanings_of(field)):
+            message = message.replace(f"{field}: no such field{guess}", f"{field}: no such field")
+    return message

@@ -23,7 +23,7 @@ from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, did_you_mean, write_atomically
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.state import CONFIG_FILE, runs_dir
+from tidemill.common.run.state import ADDRESS_FILE, CONFIG_FILE, runs_dir
 
 if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
@@ -78,7 +78,7 @@ class RunFolder:
     @property
     def address_file(self) -> Path:
         """Address of the run's own Redis, while it runs."""
-        return self.path / "redis.url"
+        return self.path / ADDRESS_FILE
 
     def create(self, config: "RunConfig", is_sandbox: bool = False) -> None:
         """Make the folder, keep the resolved config in it, and let `latest` point at it. The folder of a

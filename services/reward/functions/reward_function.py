@@ -29,8 +29,10 @@ from tidemill.services.reward.functions.signature import (
     ROUTER,
     SOLUTION_NAMES,
     TOKENIZER,
+    TRL_ARGUMENTS,
     CallConvention,
     Style,
+    as_written,
     is_async,
     recognise,
     signature_of,
@@ -45,6 +47,7 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
+_OF_EVERY_ROW = ("data_source", "ground_truth")
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
@@ -280,6 +283,13 @@ def trl_arguments(
     return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
 
 
+def required_columns(how: CallConvention, kwargs: Kwargs) -> list[str]:
+    """The dataset's columns that a function in TRL's style requires: its arguments without a default that
+    neither every call nor `kwargs` passes."""
+    passed = {*TRL_ARGUMENTS, *_OF_EVERY_ROW, "thought", "is_evaluation", *how.picture_names, *kwargs}
+    return sorted(how.required - passed)
+
+
 def picture_arguments(how: CallConvention, sample: RewardSample) -> dict[str, Any]:
     """`images`, the list of a sample's pictures, and `image`, its only one or None, as far as the function
     names them; each is a `PIL.Image.Image` of its own, which the function may change.
@@ -407,8 +417,9 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
     try:
         signature.bind(**passed)
     except TypeError as error:
+        parameters = ", ".join(map(as_written, signature.parameters.values()))
         raise ConfigError(
-            f"reward.group {reference} takes ({', '.join(signature.parameters)}): {error}; expected "
+            f"reward.group {reference} takes ({parameters}): {error}; expected "
             f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
         ) from None
     return GroupFunction(

@@ -139,6 +139,12 @@ def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
         ) from None
 
 
+def as_written(parameter: inspect.Parameter) -> str:
+    """A parameter as in the function's head: `text`, `*args`, `**kwargs`."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"{stars.get(parameter.kind, '')}{parameter.name}"
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     return _is(function, inspect.iscoroutinefunction)
 
@@ -181,9 +187,9 @@ def _check_given(
     else:
         return
     adapter = _adapter(call, signature, name, passed) if hint else ""
+    parameters = ", ".join(map(as_written, signature.parameters.values()))
     raise ConfigError(
-        f"reward.function {name} takes ({', '.join(signature.parameters)}){problem}; expected "
-        f"{EXPECTED}{hint}{adapter}"
+        f"reward.function {name} takes ({parameters}){problem}; expected {EXPECTED}{hint}{adapter}"
     )
 
 

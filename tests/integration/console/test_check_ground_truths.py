@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.checked_runs import write_run
+from tidemill.common.errors import ConfigError
 from tidemill.services.console.check import preflight
 from tidemill.services.console.check.explain import describe
 
@@ -130,3 +131,45 @@ def test_a_function_gets_bytes_and_a_long_row_as_they_are(tmp_path: Path, monkey
     findings = preflight.examine(config, overrides, calls_reward=True)
     assert "200000" in " ".join(findings.rewards)
     assert findings.gets[0] == "ground_truth: b'\\xff\\x00' (bytes of 2)"
+
+
+GRADED = """
+def reward(completions, difficulty, *, scale=1.0, **columns):
+    return [scale * float(level) for level in difficulty]
+"""
+"""TRL's style: `difficulty` is a column that it requires."""
+
+
+@forked
+def test_rows_without_a_column_that_the_reward_requires_are_counted(examine: Any) -> None:
+    rows = [row(1, difficulty=1), row(1), row(1, extra_info={"difficulty": 2}), row(1, difficulty=None)]
+    notes = [note for note in examine(rows, GRADED, "reward").notes if "difficulty" in note]
+    for_training, for_evaluation = notes
+    assert "2 of 4 rows of train have no 'difficulty' (first: " in for_training
+    assert "train.jsonl line 2): their samples get no score" in for_training
+    assert "2 of 4 rows of eval held have no 'difficulty'" in for_evaluation
+    assert not [note for note in examine(rows[:1], GRADED, "reward").notes if "difficulty" in note]
+
+
+@forked
+def test_a_column_that_no_row_has_is_a_mistake_also_where_another_source_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row is not one that the reward scores."""
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    config = write_run(tmp_path)
+    lines = [json.dumps(row("1", data_source=name)) for name in ("easy", "hard")]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "reward.py").write_text(GRADED)
+    function = {"function": f"{tmp_path / 'reward.py'}:reward", "applies_to": ["hard"]}
+    other = {"function": "exact_match", "applies_to": ["easy"]}
+    rewards = json.dumps({"graded": function, "exact": other})
+    with pytest.raises(ConfigError, match="none of the 1 training rows that it scores has it") as caught:
+        preflight.examine(config, [f"reward={{rewards: {rewards}}}"])
+    assert "train.jsonl line 2" in str(caught.value)
+    # A row has it: the others are noted.
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join([*lines, json.dumps(row("1", data_source="hard", difficulty=2))])
+    )
+    notes = preflight.examine(config, [f"reward={{rewards: {rewards}}}"]).notes
+    assert any("reward graded: 1 of 2 rows of train have no 'difficulty'" in note for note in notes)

@@ -69,6 +69,24 @@ PLAIN = """
 """
 
 
+async def test_a_worker_finds_the_redis_that_up_keeps_for_the_run(tmp_path: Path) -> None:
+    """Beside a plain `tidemill up`: the environment has no address, the run's folder has it."""
+    async with run_of(tmp_path, ASYNC) as run:
+        run.variables["reward"] = {"TIDEMILL_REDIS_URL": ""}
+        run.start("reward", "early")
+        assert await run.wait("early") == 2
+        address_file = run.run_dir / "redis.url"
+        refusal = run.log_of("early")
+        assert "TIDEMILL_REDIS_URL is not set" in refusal and str(address_file) in refusal
+
+        address_file.parent.mkdir(exist_ok=True)
+        address_file.write_text(run.url)
+        await put(run, *["0.01"] * 5)
+        run.start("reward", "guest")
+        assert len(await scores(run, 5)) == 5
+        await run.stop_all("guest")
+
+
 async def test_scores_flow_and_sigterm_drains(tmp_path: Path) -> None:
     async with run_of(tmp_path, ASYNC) as run:
         await put(run, *["0.01"] * 50)

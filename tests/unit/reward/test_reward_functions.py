@@ -292,6 +292,7 @@ def test_functions_of_verls_batch_manager_get_lists(load: Any) -> None:
     ("class reward: ...", "is a class without compute_score; expected a class with that"),
     ("class reward:\n    def compute_score(self, text): ...", "names matter"),
     ("def reward(): return 1", r"takes \(\); expected compute_score\(data_source"),
+    ("def reward(*args): return 1", r"takes \(\*args\); expected"),
     ("def reward(text, truth): return 1", r"takes \(text, truth\).*names matter"),
     ("def reward(text, truth): ...", r"def compute_score\(solution_str, ground_truth, \*\*_\): "
      r"return reward\(solution_str, ground_truth\)"),

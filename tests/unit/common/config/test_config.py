@@ -183,8 +183,13 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
             parse_config(minimal_with(path, value), "run.yaml")
         except ConfigError as error:
             text = str(error)
-            for foreign in ("valid dictionary", "valid tuple", "valid list", "instance of", "nput should"):
+            foreign_words = "valid dictionary", "valid tuple", "valid list", "instance of", "nput should"
+            for foreign in (*foreign_words, "match pattern"):
                 assert foreign not in text, text
+            fields = [line.partition(": ")[0] for line in text.splitlines()[1:]]
+            # Of a map's entry, key and value may both be wrong.
+            assert len(set(fields)) == len(fields) or isinstance(value, dict), text
+            assert not any(field.endswith(".bool") for field in fields), text
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,21 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
         ("trainer.steps", "many", "trainer.steps: must be a whole number, got 'many'"),
         ("run_id", 7, "run_id: must be text, got 7; write it in quotes: run_id: \"7\""),
         ("trainer.batch_order", "in_ordr", "did you mean 'in_order'?"),
+        # Of a field of several types, and of one whose text has a form.
+        ("reward.on_failure", "zero", "1 problem\n  reward.on_failure: must be 'drop_sample' or "
+         "'drop_group', or a number, got 'zero'"),
+        ("reward.on_failure", "drop_sampel", "got 'drop_sampel'; did you mean 'drop_sample'?"),
+        ("trainer.micro_batch_tokens", 5, "must be greater than or equal to 16, or 'auto', got 5"),
+        ("weights.url", "s3", "weights.url: must be the address of a weight server (http:// or https://)"),
+        ("streams.claim_check_url", "x", "must be the address of a store, such as s3://bucket/folder"),
+        ("run_id", "a b", "run_id: must be letters, digits, '.', '_' and '-', at most 100, of which"),
+        ("trainer.evaluation.keep_best", "x", "must be score, accuracy, pass_at_k or pass_at_N, perhaps of"),
+        ("servers", {"a b": {"base_urls": ["http://h:1"], "model": "m", "api_key_env": "a-b"}},
+         "servers.a b: must be a name of letters, digits, '_' and '-', at most 64, got 'a b'"),
+        ("servers", {"a": {"base_urls": ["http://h:1"], "model": "m", "api_key_env": "a-b"}},
+         "servers.a.api_key_env: must be the name of an environment variable, such as JUDGE_KEY"),
+        ("reward.rewards", {"a b": {"function": "math"}}, "reward.rewards.a b: must be a name of letters"),
+        ("data.train", [{"name": "a/b", "path": "p"}], "name: must be letters, digits, '.', '_' and '-', at"),
     ],
 )  # fmt: skip
 def test_what_was_meant_is_written_out(path: str, value: Any, answer: str) -> None:
@@ -268,15 +288,40 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
     assert [named.scores_source("any", name) for name in ("a", "held", "", "c")] == [True, True, False, False]
 
 
+EVALUATED = {"data": {"train": "train.jsonl", "eval": {"held": "held.jsonl"}}}
+
+
 @pytest.mark.parametrize(
     ("sections", "idle"),
     [
         ({}, []),
         ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
         ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
-        ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}},
+        ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}} | EVALUATED,
          ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"]),
-        ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}}, []),
+        ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}} | EVALUATED, []),
+        ({"trainer": {"evaluation": {"every": 5}}}, ["trainer.evaluation"]),
+        ({"trainer": {"algorithm": {"kl": {"coefficient": 0.1, "estimator": "k2"}}}},
+         ["trainer.algorithm.kl.coefficient", "trainer.algorithm.kl.estimator"]),
+        ({"trainer": {"algorithm": {
+            "kl": {"coefficient": 0.1}, "reference": {"model": "frozen", "every": 5}}}},
+         ["trainer.algorithm.kl.coefficient", "trainer.algorithm.reference.every"]),
+        ({"trainer": {"algorithm": {
+            "kl": {"place": "loss", "coefficient": 0.1},
+            "reference": {"model": "updated", "every": 5}}}}, []),
+        ({"trainer": {"algorithm": {"kl_control": {"horizon": 9}, "entropy_control": {"delta": 0.1}}}},
+         ["trainer.algorithm.kl_control.horizon", "trainer.algorithm.entropy_control.delta"]),
+        ({"trainer": {"algorithm": {"importance": {"mode": "off", "high": 5}, "value": {"lr": 1e-5}}}},
+         ["trainer.algorithm.importance.high", "trainer.algorithm.value.lr"]),
+        ({"trainer": {"algorithm": {
+            "importance": {"high": 5}, "advantage": "gae", "value": {"lr": 1e-5}}}}, []),
+        ({"trainer": {"algorithm": {
+            "overlong": {"buffer_share": 0.5}, "length_penalty": {"of": "successes"}}}},
+         ["trainer.algorithm.overlong.buffer_share", "trainer.algorithm.length_penalty.of"]),
+        ({"trainer": {"algorithm": {"teacher": {"clip": 5}}}}, ["trainer.algorithm.teacher"]),
+        ({"streams": {"archive": {"enabled": False, "keep_gb": 5}}}, ["streams.archive.keep_gb"]),
+        ({"reward": {"cache_mb": 9}}, ["reward.cache_mb"]),
+        ({"reward": {"cache_mb": 9, "rewards": {"x": {"function": "math", "cache": True}}}}, []),
         ({"trainer": {"policy": "simulated", "algorithm": {"router": {"balance": 0.1}}}},
          ["trainer.algorithm.router"]),
         ({"rollout": {"environment": {"agent": "a.py:run"}}}, ["rollout.environment.agent"]),
@@ -291,6 +336,17 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
 def test_settings_that_do_nothing_are_named(sections, idle):
     texts = idle_settings(parse_config(MINIMAL | sections, "run.yaml"))
     assert [text.partition(" ")[0] for text in texts] == idle
+
+
+def test_a_learning_rate_that_destroys_the_model_is_a_warning():
+    def warnings(**trainer: Any) -> list[str]:
+        return parse_config(MINIMAL | {"trainer": trainer}, "run.yaml").warnings
+
+    (warning,) = warnings(optimizer={"lr": 1})
+    assert warning.startswith("trainer.optimizer.lr is 1:")
+    assert not warnings(optimizer={"lr": 1e-3}) and not warnings(optimizer={"lr": 1}, policy="simulated")
+    (of_critic,) = warnings(algorithm={"advantage": "gae", "value": {"lr": 0.5}})
+    assert of_critic.startswith("trainer.algorithm.value.lr is 0.5:")
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
@@ -367,6 +423,27 @@ def test_an_override_has_the_type_its_text_means(tmp_path, override, section, fi
 def test_overrides_reach_into_sections_that_the_file_does_not_have_and_the_last_wins(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "seed=1", "seed=2"])
     assert (config.trainer.optimizer.lr, config.seed) == (1e-5, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("reward.function=bad.py:", "reward.function", "bad.py:"),
+        ("run_id=2026-01-31", "run_id", "2026-01-31"),
+        ("run_id=007", "run_id", "007"),
+        ("data.system_prompt=Answer: briefly", "data.system_prompt", "Answer: briefly"),
+        # Where a field is no text, or not only text, YAML's reading holds.
+        ("reward.kwargs=strict: true", "reward.kwargs", {"strict": True}),
+        ("reward.group=null", "reward.group", None),
+        ("trainer.optimizer.lr=1e-5", "trainer.optimizer.lr", 1e-5),
+        ("reward.on_failure=0", "reward.on_failure", 0.0),
+    ],
+)
+def test_an_override_of_a_text_is_taken_as_it_stands(tmp_path, override, field, value):
+    node: Any = load_config(write(tmp_path, MINIMAL), [override])
+    for name in field.split("."):
+        node = getattr(node, name)
+    assert (node.rpartition("/")[2] if isinstance(node, str) else node) == value
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,9 @@ def test_the_answer_is_the_number_at_the_end_without_commas(answer, number):
         ({"prompt": "1+1?", "answers": 2}, "the truth, 'reward_model.ground_truth' (write null where the "
          "reward needs none), is missing; the columns are 'prompt', 'answers'. 'answers' looks like"),
         ({}, "is missing; the columns are none"),
-        ({**VERL, "prompt": None}, "column 'prompt' (the prompt) is missing"),
+        ({**VERL, "prompt": None}, "column 'prompt' is null, and a prompt is text or a list of"),
+        ({"question": None, "messages": None, "answer": 1}, "columns 'messages' and 'question' are null, "),
+        ({"prompt": "1+1?", "reward_model": None}, "'reward_model.ground_truth' (reward_model is null; "),
         ({**VERL, "prompt": ""}, "column 'prompt' is empty"),
         ({**VERL, "prompt": []}, "prompt must be text or a list of chat messages, got a list []"),
         ({**VERL, "prompt": 7}, "prompt must be text or a list of chat messages, got a number 7"),
@@ -334,6 +336,12 @@ def test_own_names_are_mapped_also_inside_of_columns(tmp_path):
     assert "column 'meta.lable' (data.columns: {ground_truth: meta.lable}) is missing" in error_of(
         tmp_path / "a.jsonl", names={**names, "ground_truth": "meta.lable"}
     )
+    path = write_jsonl(tmp_path / "nulls.jsonl", {**row, "meta": None})
+    assert "column 'meta' is null, and 'meta.label' (data.columns) is read from it" in error_of(
+        path, names=names
+    )
+    path = write_jsonl(tmp_path / "nulls.jsonl", {**row, "instruction": None})
+    assert "column 'instruction' is null, and a prompt is text" in error_of(path, names=names)
 
 
 def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path):

@@ -162,7 +162,7 @@ def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         preflight,
         "check_reward",
-        lambda config, row, calls: {"called": [], "reads": {}, "faults": [], "gets": []},
+        lambda config, row, calls: {"called": [], "reads": {}, "faults": [], "gets": [], "columns": {}},
     )
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     return write_run(tmp_path)
@@ -202,6 +202,24 @@ def test_what_a_preset_sets_is_listed(run_files: Path) -> None:
     assert "  clip_high: 0.28, but 0.3 is given" in text
     assert "  overlong.penalty: 1.0" in text
     assert "has no preset" in next(preset_lines(examine(run_files).config.trainer.algorithm))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.eval={}"], r"expect\.eval_gain \(0\.1\) needs data\.eval"),
+        (["trainer.evaluation.at_start=false"], "needs two evaluations"),
+        (["trainer.evaluation={at_start: false, every: 5}"], "needs two evaluations"),
+        (["trainer.evaluation={at_start: false, every: 4}"], ""),
+        ([], ""),
+    ],
+)
+def test_a_gain_that_cannot_be_measured_is_a_mistake_before_the_run(
+    run_files: Path, overrides: list[str], said: str
+) -> None:
+    refusal = pytest.raises(ConfigError, match=said) if said else nullcontext()
+    with refusal:
+        examine(run_files, ["expect.eval_gain=0.1", *overrides])
 
 
 def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
@@ -428,7 +446,9 @@ def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPa
 
 def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        preflight, "check_reward", lambda *_: {"called": [], "reads": {}, "faults": [], "gets": []}
+        preflight,
+        "check_reward",
+        lambda *_: {"called": [], "reads": {}, "faults": [], "gets": [], "columns": {}},
     )
     path = write_run(tmp_path)
     answer(monkeypatch)

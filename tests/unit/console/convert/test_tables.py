@@ -55,6 +55,8 @@ def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(tmp_path, mo
     assert "  data.prompt_key is data.columns.prompt (verl's data.prompt_key)" in said
     assert "  trainer.num_generations is trainer.group_size (TRL's num_generations)" in said
     assert "zzz is" not in said and "tidemill convert" in said
+    assert "trainer.num_generations: no such field\n" in said, "no guess beside the right name"
+    assert "trainer.zzz: no such field; fields here: " in said
 
 
 def test_names_that_nobody_knows_have_no_hint() -> None:

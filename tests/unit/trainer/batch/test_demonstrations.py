@@ -117,6 +117,19 @@ def test_the_assistants_turns_of_a_completion_are_trained(tmp_path, template, ro
     assert [words(demonstration) for demonstration in loaded(tmp_path, [row], template)] == [expected]
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": None, "completion": "w1"}, "prompt"),
+        ({"prompt": "w1", "response": None}, "response"),
+        ({"prompt_ids": [4], "completion_ids": None}, "completion_ids"),
+    ],
+)
+def test_a_column_with_null_is_named_as_such(tmp_path, row, column):
+    with pytest.raises(ConfigError, match=f"shown.jsonl line 1: column '{column}' is null, and "):
+        loaded(tmp_path, [row])
+
+
 def test_text_without_a_template_ends_with_the_tokenizers_end(tmp_path):
     rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w3 <eos>"}]
     demonstrations = loaded(tmp_path, rows, prompt_suffix=" w9")
