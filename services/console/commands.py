@@ -50,10 +50,8 @@ class Command(FlagsWithoutValue, TyperCommand):
             raise
 
     def _hint_of_run(self, words: list[str]) -> str:
-        from tidemill.services.console.run.folder import folder_of_runs, hint_of_run
-
         named = words[words.index("--runs-dir") + 1 :] if "--runs-dir" in words else []
-        runs = folder_of_runs(named[0] if named else None)
+        runs = Path(named[0]) if named else usual_runs()
         return "".join(hint_of_run(word, runs) for word in dict.fromkeys(words) if not word.startswith("-"))
 
 
@@ -155,9 +153,20 @@ def _parameters(kind: type) -> Iterator[inspect.Parameter]:
             yield inspect.Parameter("run_option", keyword, default=None, annotation=hidden)
 
 
+def usual_runs() -> Path:
+    """The folder of runs where none is given."""
+    return Path(os.environ.get("TIDEMILL_RUNS_DIR", "runs"))
+
+
+def hint_of_run(word: str, runs: Path) -> str:
+    """A sentence for a word that is a run, given where a command expects something else; else nothing."""
+    is_run = word not in (".", "..") and "/" not in word and (runs / word / "config.yaml").is_file()
+    return f" {word} is a run: give it as --run {word}." if is_run else ""
+
+
 def runs_here(incomplete: str) -> list[str]:
     """Ids of the runs in the folder of runs, for a shell that completes one."""
-    runs = Path(os.environ.get("TIDEMILL_RUNS_DIR", "runs"))
+    runs = usual_runs()
     if not runs.is_dir():
         return []
     folders = (path for path in runs.iterdir() if path.is_dir() and not path.name.startswith("."))

@@ -45,8 +45,14 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import EVAL, Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Message, Ticket, Trajectory
-from tidemill.services.console.commands import DeadChoice, DeadFilter, DropOptions, ShowDeadOptions
-from tidemill.services.console.run.folder import RunFolder, connected, find_run, hint_of_run, log_nothing
+from tidemill.services.console.commands import (
+    DeadChoice,
+    DeadFilter,
+    DropOptions,
+    ShowDeadOptions,
+    hint_of_run,
+)
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import plural, sample_name
 from tidemill.services.console.text.tree import Node, note, part, print_tree, show, table, terminal

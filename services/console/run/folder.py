@@ -181,12 +181,6 @@ def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunF
         ) from None
 
 
-def hint_of_run(word: str, runs: Path) -> str:
-    """A sentence for a word that is a run, given where a command expects something else; else nothing."""
-    is_run = word not in (".", "..") and "/" not in word and (runs / word / CONFIG_FILE).is_file()
-    return f" {word} is a run: give it as --run {word}." if is_run else ""
-
-
 def new_run_id(config: Path, default: str = "run") -> str:
     """The id of a run that was given none: the name of its config's folder, and the time.
 
