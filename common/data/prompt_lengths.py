@@ -4,6 +4,7 @@ Needs a model folder with a tokenizer.json.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
@@ -41,6 +42,15 @@ class Ruler:
             )
 
     @property
+    def unknown_token(self) -> str:
+        """The token that stands for what the tokenizer does not know; empty where it can encode every text,
+        as those on bytes can."""
+        model = self._tokenizer.model
+        if getattr(model, "byte_fallback", False):
+            return ""
+        return getattr(model, "unk_token", None) or ""
+
+    @property
     def has_template(self) -> bool:
         return self._template is not None
 
@@ -60,6 +70,22 @@ class Ruler:
                 num_tokens = len(encoding.ids) - self.num_ends
                 if num_tokens > limit:
                     yield num_tokens, origin
+
+    def unknown(self, rows: Iterable[Row]) -> Iterable[tuple[str, str]]:
+        """Text that the tokenizer does not know and origin of each prompt with such text: what is read as
+        `unknown_token`. Prompts with pictures are left out."""
+        if not self.unknown_token:
+            return
+        remaining = (row for row in rows if not row.images)
+        while batch := list(islice(remaining, BATCH_ROWS)):
+            texts = [self._text(row) for row in batch]
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
+            for row, text, encoding in zip(batch, texts, encoded, strict=True):
+                for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+                    # A prompt may have the token itself in it.
+                    if token == self.unknown_token and text[start:end] != token:
+                        yield text[start:end], row.origin
+                        break
 
     def _text(self, row: Row) -> str:
         if self._template is None:

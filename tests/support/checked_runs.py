@@ -14,7 +14,7 @@ def make_folder(path: Path, context: int = 64, **settings: Any) -> Path:
         json.dumps({"architectures": ["Tiny"], "max_position_embeddings": context})
     )
     (path / "model.safetensors").write_bytes(b"\0" * 100)
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

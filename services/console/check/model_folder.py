@@ -3,8 +3,9 @@
 Reads the small JSON files only. The services load the model with their own libraries and may still refuse it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,16 @@ def _route_bytes(text: Mapping[str, Any]) -> int:
     return int(per_layer * (text.get("num_hidden_layers") or 0))
 
 
+MAX_TOKENIZED = 10_000
+"""Prompts of each set in which unknown text is looked for, where the tokenizer may not know some."""
 CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
 
 
 def check_lengths(
     rows: Mapping[str, Sequence[Row]], model: ModelFacts | None, data: DataConfig, notes: list[str]
 ) -> None:
-    """Compare prompts with `data.max_prompt_tokens`; `notes` get what is too long or cannot be checked."""
+    """Compare prompts with `data.max_prompt_tokens`, and with the vocabulary; `notes` get what is too long,
+    what the tokenizer does not know, and what cannot be checked."""
     if model is None or model.is_remote or not rows:
         return
     if not (model.path / TOKENIZER_FILE).is_file():
@@ -130,6 +134,20 @@ def check_lengths(
             notes.append(
                 f"{name}: {len(overlong):,} of {len(prompts):,} prompts are too long and will be {becomes}"
             )
+        notes.extend(_count_unknown(name, prompts, ruler))
+
+
+def _count_unknown(name: str, prompts: Sequence[Row], ruler: Ruler) -> Iterator[str]:
+    """A note on the prompts with text that the tokenizer does not know."""
+    num_rows = min(len(prompts), MAX_TOKENIZED)
+    unknown = list(ruler.unknown(islice(prompts, num_rows)))
+    if unknown:
+        text, origin = unknown[0]
+        beginning = "the first " if num_rows < len(prompts) else ""
+        yield (
+            f"{name}: {len(unknown):,} of {beginning}{num_rows:,} prompts have text that the tokenizer does "
+            f"not know, such as {text!r} ({origin}): the model reads {ruler.unknown_token} in its place"
+        )
 
 
 def describe_reading(model: ModelConfig) -> str:

@@ -141,8 +141,11 @@ def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
 
 def as_written(parameter: inspect.Parameter) -> str:
     """A parameter as in the function's head: `text`, `*args`, `**kwargs`."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return f"{stars.get(parameter.kind, '')}{parameter.name}"
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}"
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    return parameter.name
 
 
 def is_async(function: Callable[..., Any]) -> bool:

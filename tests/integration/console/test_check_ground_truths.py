@@ -162,8 +162,8 @@ def test_a_column_that_no_row_has_is_a_mistake_also_where_another_source_is_firs
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     (tmp_path / "reward.py").write_text(GRADED)
     function = {"function": f"{tmp_path / 'reward.py'}:reward", "applies_to": ["hard"]}
-    other = {"function": "exact_match", "applies_to": ["easy"]}
-    rewards = json.dumps({"graded": function, "exact": other})
+    easy = {"function": "exact_match", "applies_to": ["easy"]}
+    rewards = json.dumps({"graded": function, "exact": easy})
     with pytest.raises(ConfigError, match="none of the 1 training rows that it scores has it") as caught:
         preflight.examine(config, [f"reward={{rewards: {rewards}}}"])
     assert "train.jsonl line 2" in str(caught.value)

@@ -156,6 +156,19 @@ def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(tmp_path, template,
     assert len(notes) == 1 and said in notes[0]
 
 
+def test_prompts_with_text_that_the_tokenizer_does_not_know_are_counted(tmp_path):
+    """Its words are w0 to w28."""
+    write_tokenizer(tmp_path)
+    notes: list[str] = []
+    prompts = {"train": rows("w1 w2", "w1 \U0001f600 w2", "w3", "\u0645\u0631\u062d\u0628\u0627", "<unk> w1")}
+    check_lengths(prompts, ModelFacts(tmp_path), data(64), notes)
+    (note,) = notes
+    assert note.startswith(
+        "train: 2 of 5 prompts have text that the tokenizer does not know, such as '\U0001f600'"
+    )
+    assert "train.jsonl line 2" in note and "the model reads <unk> in its place" in note
+
+
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reward's own check, which starts a process, has tests of its own."""
