@@ -150,6 +150,11 @@ class WorkerProcess:
         """Its process id, which is also its group's id."""
         return self._process.pid
 
+    @property
+    def end_reason(self) -> str:
+        """How it ended, in words; empty while it runs."""
+        return self._end_reason
+
     async def start(self, spec: Frame) -> None:
         """Have it load what `spec` describes; further callers wait for the same start.
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from tests.support.scripted_model import ScriptedModel, make_ticket
 from tests.support.scripted_model import agent_player as player
@@ -296,8 +297,11 @@ async def test_a_host_of_functions_that_was_killed_is_started_again(children: Ch
     async with player(function("twice"), attempts=2) as agent:
         (host,) = children()
         host.kill()
-        played = await agent.play(TICKET, "s", ScriptedModel("2", "yes", "2", "yes").ask)
+        with capture_logs() as logs:
+            played = await agent.play(TICKET, "s", ScriptedModel("2", "yes", "2", "yes").ask)
         assert played.session.reward == 1.0
+    # Or the session has found it dead, and says so itself.
+    assert any("died" in line["event"] or "ended without" in line.get("error", "") for line in logs)
 
 
 async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_not() -> None:
