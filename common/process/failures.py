@@ -43,8 +43,9 @@ class Failure:
     @property
     def in_words(self) -> str:
         """`reward compute_score failed 12 times (error): KeyError: 'score' (my_reward.py, line 4)`."""
-        times = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"{self.what} failed {times} ({self.kind}): {self.reason}"
+        if self.count == 1:
+            return f"{self.what} failed once ({self.kind}): {self.reason}"
+        return f"{self.what} failed {self.count:,} times ({self.kind}): {self.reason}"
 
 
 class FailureLog:
