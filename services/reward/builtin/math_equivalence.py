@@ -41,6 +41,8 @@ from tidemill.services.reward.outcome import AttemptError, truth_error
 
 BACKSTOP_S = 60.0
 """Seconds on the clock beyond the CPU limit: a backstop for code that waits."""
+AGAIN_S = 0.1
+"""After a limit, how often it is raised again until the comparison ends."""
 SMALL = 1e-3
 SMALL_TOLERANCE = 1e-5
 """math-verify compares decimals after six places. Numbers below `SMALL` must agree relatively, too."""
@@ -214,15 +216,22 @@ def _limit(limit_s: float) -> Iterator[None]:
     machine is busy: that is not.
     """
 
+    is_bounded = True
+
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise _LimitReached(number)
+        if is_bounded:
+            raise _LimitReached(number)
 
     timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
     before = {number: signal.signal(number, stop) for number in timers}
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
-    signal.setitimer(signal.ITIMER_REAL, limit_s + BACKSTOP_S)
+    # Again and again: Python drops what is raised while it frees an object, or by its garbage collector.
+    signal.setitimer(signal.ITIMER_PROF, limit_s, AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + BACKSTOP_S, AGAIN_S)
     try:
-        yield
+        try:
+            yield
+        finally:
+            is_bounded = False
     except _LimitReached as reached:
         is_final = reached.args[0] == signal.SIGPROF
         seconds = f"{limit_s:g} s of CPU time" if is_final else f"{limit_s + BACKSTOP_S:g} s"

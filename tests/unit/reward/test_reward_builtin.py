@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,24 @@ def test_math_pays_right_answers_in_any_form_and_no_others(pair: str) -> None:
 def test_math_that_takes_for_ever_is_a_timeout_and_not_a_zero() -> None:
     with pytest.raises(AttemptError, match=r"longer than 0.2 s of CPU time") as caught:
         math_equivalence.compute_score("", "\\boxed{\\prod_{n=1}^{100000} (n^2+x)}", "1", limit_s=0.2)
+    assert caught.value.is_timeout and caught.value.is_final
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_of_math_that_python_drops_is_raised_again() -> None:
+    """Python drops what is raised while it frees an object, or in a callback of its garbage collector."""
+
+    class SlowToFree:
+        def __del__(self) -> None:
+            begun = time.process_time()
+            while time.process_time() - begun < 0.2:
+                pass
+
+    begun = time.monotonic()
+    with pytest.raises(AttemptError, match=r"0\.1 s of CPU time") as caught, math_equivalence._limit(0.1):
+        SlowToFree()
+        while time.monotonic() - begun < 50.0:  # below the limit of the clock
+            pass
     assert caught.value.is_timeout and caught.value.is_final
 
 
