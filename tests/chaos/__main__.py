@@ -6,7 +6,7 @@
     make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
     make chaos ARGS="--set rollout.sampling.top_p=0.95"    # sampling masks, claimed and trained
     make chaos ARGS="--config examples/shapes/config.yaml"    # pictures; after `make demo-images`
-    make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
+    make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=150"
     make chaos ARGS="--in-turn --set trainer.steps=30"     # each part once: what a crash costs
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
@@ -42,7 +42,7 @@ from tidemill.services.trainer.policy.transformers_policy import load_policy
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
 OVERRIDES = (
     "rollout.workers=2", "reward.workers=2", "streams.lease_s=5", "trainer.loggers=[]",
-    "streams.archive.segment_mb=0.05",
+    "streams.archive.segment_mb=0.05", "trainer.steps=75",
 )  # fmt: skip
 TIGHT = ("streams.archive.segment_mb=0.002", "trainer.checkpoint_every=25")
 """The smallest files: nothing waits to be archived. Few checkpoints: many steps are replayed."""
