@@ -143,9 +143,9 @@ def folder_with_pictures(run_dir: Path, state: Mapping[str, Any]) -> Path:
 
 
 CONFIG_FILE = "config.yaml"
+"""File in a run's folder: its resolved config, as in Redis."""
 ADDRESS_FILE = "redis.url"
 """File in the run's folder with the address of the Redis that `tidemill up` keeps for it, while it runs."""
-"""File in a run's folder: its resolved config, as in Redis."""
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 
