@@ -11,10 +11,11 @@ from tidemill.common.redis.scripts import Check, Key, Name
 
 
 class LeaseReply(IntEnum):
-    """What `start_group` and `publish_group` return."""
+    """What `start_group` and `publish_group` return, and `store_result` where others finish the group."""
 
     LOST = 0
     HELD = 1
+    """And it was done."""
 
 
 class PartReply(IntEnum):
@@ -36,13 +37,6 @@ class SampleReply(IntEnum):
     GROUP_COMPLETE = 2
     """And the ticket is acknowledged."""
     THERE_ALREADY = 3
-
-
-class ResultReply(IntEnum):
-    """What `store_result` returns where others finish the group."""
-
-    LEASE_LOST = 0
-    KEPT = 1
 
 
 class RequeueReply(IntEnum):
@@ -269,10 +263,10 @@ async def store_result(
     group_size: int,
     payload: bytes,
     check: Check | None = None,
-) -> ResultReply | list[bytes]:
+) -> LeaseReply | list[bytes]:
     """Keep the result of one sample of a group (an empty payload: it is there already). With the last one,
     the payloads of all: this consumer has to finish the group."""
     keys = [trajectories, results, tickets]
     args = [group, consumer, entry_id, ticket, index, group_size, payload]
     reply = await broker.script("store_result", keys, args, check)
-    return reply if isinstance(reply, list) else ResultReply(reply)
+    return reply if isinstance(reply, list) else LeaseReply(reply)

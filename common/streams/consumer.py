@@ -21,7 +21,7 @@ from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis import lease_scripts, scripts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.lease_scripts import LeaseReply, PartReply, ResultReply, SampleReply
+from tidemill.common.redis.lease_scripts import LeaseReply, PartReply, SampleReply
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded
 from tidemill.common.streams.log import ReadSize, block_for, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.takeover import Takeover
@@ -276,7 +276,7 @@ class Consumer(Generic[M]):
             payload=codec.encode_payload(result) if result is not None else b"",
             check=partial(self._check_current, [delivery]),
         )
-        reply = await self._under_lease(delivery, call, ResultReply.LEASE_LOST)
+        reply = await self._under_lease(delivery, call, LeaseReply.LOST)
         if isinstance(reply, list):
             return reply
         self.held.pop(delivery.entry_id, None)
