@@ -44,7 +44,7 @@ from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
 from tidemill.common.process.shutdown import TRAINER, Shutdown, unless_set
-from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.broker import Broker, no_address, redis_url
 from tidemill.common.redis.client import URL_VARIABLE, make_client
 from tidemill.common.run.state import (
     ADDRESS_FILE,
@@ -316,13 +316,18 @@ def _find_address(file: Path) -> None:
     """
     if os.environ.get(URL_VARIABLE):
         return
+    problem = "is empty"
+    address = ""
     try:
-        os.environ[URL_VARIABLE] = file.read_text().strip()
+        address = file.read_text().strip()
     except OSError as error:
-        redis_url(
-            f", and {file} cannot be read: {error.strerror}. `{command_line('up')}` keeps the address of "
-            f"its own Redis there while it runs; {RUNS_DIR_VARIABLE} names another folder of runs"
+        problem = f"cannot be read: {error.strerror}"
+    if not address:
+        raise no_address(
+            f", and {file} {problem}. `{command_line('up')}` keeps the address of its own Redis there while "
+            f"it runs; {RUNS_DIR_VARIABLE} names another folder of runs"
         )
+    os.environ[URL_VARIABLE] = address
     log.info("joining the run's own Redis", address_in=str(file))
 
 

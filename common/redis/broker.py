@@ -76,21 +76,22 @@ _SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+
 _FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
 
 
-def redis_url(elsewhere: str = "") -> str:
-    """The server's address from the environment. `elsewhere` says where else it was looked for.
-
-    Raises:
-        BrokerError: it is not set.
-    """
+def redis_url() -> str:
+    """The server's address from the environment. Raises BrokerError: it is not set."""
     url = os.environ.get(URL_VARIABLE, "")
     if not url:
-        raise BrokerError(
-            f"{URL_VARIABLE} is not set{elsewhere}. Give the server's address, such as redis://host:6379/0 "
-            "(rediss:// for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
-            "redis+cluster://host:6379 for a cluster), or start the whole run with "
-            f"`{command_line('up', 'CONFIG')}`, which brings its own Redis."
-        )
+        raise no_address()
     return url
+
+
+def no_address(elsewhere: str = "") -> BrokerError:
+    """The error for want of an address. `elsewhere` says where else it was looked for."""
+    return BrokerError(
+        f"{URL_VARIABLE} is not set{elsewhere}. Give the server's address, such as redis://host:6379/0 "
+        "(rediss:// for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
+        "redis+cluster://host:6379 for a cluster), or start the whole run with "
+        f"`{command_line('up', 'CONFIG')}`, which brings its own Redis."
+    )
 
 
 @dataclass(frozen=True, slots=True)
