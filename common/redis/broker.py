@@ -146,13 +146,14 @@ class Broker:
     def claims(self) -> "ClaimStore | None":
         """Reads the payloads that lie beside the streams; None where the run's folder is not known."""
         if self._claims is None and self.open_claims is not None:
-            self._claims = self.open_claims()
-            self._claims.reads_choices = self._reads_choices
+            self.claims = self.open_claims()
         return self._claims
 
     @claims.setter
     def claims(self, store: "ClaimStore | None") -> None:
         self._claims = store
+        if store is not None and self._reads_choices:
+            store.reads_choices = True
 
     @property
     def has_opened_claims(self) -> bool:

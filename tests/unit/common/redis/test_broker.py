@@ -1,6 +1,8 @@
 """Addresses, keys and answers of Redis, as far as they can be judged without one."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from redis import exceptions as redis_errors
@@ -10,6 +12,7 @@ from tidemill.common.redis import broker as broker_module
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.redis.cluster import Nodes, _as_tagged, _key_of, _Packer
+from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import RQ_STATES, Keys
 
 OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
@@ -87,6 +90,40 @@ async def test_a_missing_permission_ends_the_process_in_plain_words():
     with pytest.raises(BrokerError, match=r"lacks a permission.*xtrim"):
         await Broker(redis).execute("XTRIM", "a", "MINID", 1)
     assert redis.calls == 1
+
+
+def opens(store: ClaimStore, *errors: Exception) -> Callable[[], ClaimStore]:
+    """Opens the store after it has failed with each of some errors."""
+    remaining = list(errors)
+
+    def open_store() -> ClaimStore:
+        if remaining:
+            raise remaining.pop(0)
+        return store
+
+    return open_store
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["opened later", "given later"])
+def test_a_store_of_payloads_that_comes_late_reads_choices_too(tmp_path: Path, is_given: bool) -> None:
+    broker = Broker(FailingRedis())
+    store = ClaimStore(tmp_path)
+    broker.read_choices()
+    if is_given:
+        broker.claims = store
+    else:
+        broker.open_claims = opens(store)
+    assert broker.claims is store and store.reads_choices
+
+
+def test_a_store_of_payloads_that_could_not_be_opened_is_opened_at_the_next_read(tmp_path: Path) -> None:
+    broker = Broker(FailingRedis())
+    broker.open_claims = opens(ClaimStore(tmp_path), OSError("Too many open files"))
+    broker.read_choices()
+    with pytest.raises(OSError, match="Too many open files"):
+        _ = broker.claims
+    assert not broker.has_opened_claims
+    assert broker.claims is not None and broker.claims.reads_choices
 
 
 async def test_nothing_is_asked_ahead_where_no_connection_is_open_or_no_primary_known():
