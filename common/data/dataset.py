@@ -359,9 +359,10 @@ def renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -
     for name, theirs in names.items():
         value: Any = columns
         # A column's own name may contain a dot.
-        for key in [theirs] if theirs in columns else theirs.split("."):
+        keys = [theirs] if theirs in columns else theirs.split(".")
+        for depth, key in enumerate(keys):
             if value is None:
-                outer = theirs.partition(f".{key}")[0]
+                outer = ".".join(keys[:depth])
                 raise null_column(origin, [outer], f"{theirs!r} (data.columns) is read from it")
             if not isinstance(value, Mapping) or key not in value:
                 raise missing_column(

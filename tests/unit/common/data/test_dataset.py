@@ -344,6 +344,12 @@ def test_own_names_are_mapped_also_inside_of_columns(tmp_path):
     assert "column 'instruction' is null, and a prompt is text" in error_of(path, names=names)
 
 
+@pytest.mark.parametrize("theirs", ["meta.labels.label", "meta.labels.labels"])
+def test_of_columns_inside_of_columns_the_one_that_is_null_is_named(tmp_path, theirs):
+    path = write_jsonl(tmp_path / "nulls.jsonl", {"prompt": "1+1?", "meta": {"labels": None}})
+    assert "column 'meta.labels' is null" in error_of(path, names={"ground_truth": theirs})
+
+
 def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path):
     rows = [{"prompt": "one,\ntwo?", "answer": "3"}, {"prompt": 'say "hi"', "answer": "hi"}]
     (tmp_path / "a.csv").write_text('\ufeffprompt,answer\r\n"one,\ntwo?",3\r\n"say ""hi""",hi\r\n')
