@@ -27,7 +27,7 @@ MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
 PROBLEMS = "tidemill-problems: "
-"""The same where there are several mistakes in place of an answer."""
+"""Prefix of the line with a list of mistakes, which stands in the place of an answer."""
 BYTES = "hexadecimal bytes"
 """The only key of an object that stands for bytes in a request."""
 
@@ -36,19 +36,21 @@ Answer = dict[str, Any]
 
 def answer_check(answer: Callable[[Any], Answer]) -> int:
     """Main function of a checking program: reads a request in JSON from its argument, else from its input,
-    prints the answer as a line, several mistakes as one, a single ConfigError to stderr. Returns the exit
+    and prints the answer as a line, or as another one the mistakes that a ConfigError names. Returns the exit
     code."""
     text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()
+    code = 0
     try:
-        print(ANSWER + json.dumps(answer(json.loads(text, object_hook=_decode_bytes))))
+        line = ANSWER + json.dumps(answer(json.loads(text, object_hook=_decode_bytes)))
     except ConfigErrors as errors:
-        print(PROBLEMS + json.dumps(errors.problems))
-        return errors.exit_code
+        line = PROBLEMS + json.dumps(errors.problems)
+        code = errors.exit_code
     except ConfigError as error:
-        # One line, whatever users' exceptions say: `_ask` reads the last one.
-        print(" ".join(str(error).splitlines()), file=sys.stderr)
-        return error.exit_code
-    return 0
+        line = PROBLEMS + json.dumps([" ".join(str(error).splitlines())])
+        code = error.exit_code
+    # A user's module may have printed the beginning of a line.
+    print(f"\n{line}")
+    return code
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -195,14 +197,12 @@ def _ask(program: Program, request: Any, subject: str, timeout_s: float = TIMEOU
             )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{subject}: importing or calling it took longer than {timeout_s:g} s") from None
-    if result.returncode == 0:
-        lines = (line for line in result.stdout.splitlines() if line.startswith(ANSWER))
-        answer: Answer = json.loads(next(lines).removeprefix(ANSWER))
-        return answer
     for printed in result.stdout.splitlines():
+        if printed.startswith(ANSWER) and result.returncode == 0:
+            answer: Answer = json.loads(printed.removeprefix(ANSWER))
+            return answer
         if printed.startswith(PROBLEMS):
-            raise ConfigErrors(json.loads(printed.removeprefix(PROBLEMS)))
-    reason = (result.stderr.strip().splitlines() or [""])[-1]
-    if result.returncode != ConfigError.exit_code:
-        reason = f"{subject}: its import ended Python: {reason or 'no reason given'}"
-    raise ConfigError(reason)
+            problems = json.loads(printed.removeprefix(PROBLEMS))
+            raise ConfigErrors(problems) if len(problems) > 1 else ConfigError(problems[0])
+    reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+    raise ConfigError(f"{subject}: its import ended Python: {reason}")

@@ -12,7 +12,7 @@ from tests.support.runs import ServiceRun
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import has_ended, wait_until
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, ConfigErrors
 from tidemill.common.process.checks import check_reward
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.streams import append
@@ -128,6 +128,8 @@ async def test_a_killed_worker_leaves_no_process_behind(tmp_path: Path) -> None:
     [
         ("import sys; sys.exit(0)", "SystemExit"),
         ("import os; print('x'); os._exit(3)", "its import ended Python"),
+        ("import os; os._exit(2)", "its import ended Python"),
+        ("import os; os._exit(0)", "its import ended Python"),
     ],
 )
 async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(tmp_path, source, expected):
@@ -142,6 +144,25 @@ async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(
             assert await run.wait("reward") == 2
         said = run.log_of("reward")
         assert "Traceback" not in said and expected in said and "reward.py:compute_score" in said
+
+
+FINE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0"
+
+
+@pytest.mark.parametrize("end", ["", "atexit.register(lambda: print('bye', file=sys.stderr))"])
+def test_what_a_function_prints_hides_neither_the_answer_of_a_check_nor_a_mistake(tmp_path, end):
+    begin = f"import atexit, sys; print('begun', end=''); print('begun', end='', file=sys.stderr); {end}"
+    assert isinstance(check_reward(run_of(tmp_path, f"{begin}\n{FINE}").config), dict)
+
+    with pytest.raises(ConfigError) as caught:
+        check_reward(run_of(tmp_path, begin).config)
+    assert str(caught.value).startswith("reward.function") and "has no" in str(caught.value)
+
+    path = tmp_path / "reward.py"
+    named = {"one": {"function": f"{path}:one"}, "two": {"function": f"{path}:two"}}
+    with pytest.raises(ConfigErrors) as several:
+        check_reward(make_config(run_id="test", reward={"rewards": named}))
+    assert len(several.value.problems) == 2
 
 
 async def test_a_reward_that_blocks_in_async_def_costs_no_lease_and_is_named(tmp_path: Path) -> None:
