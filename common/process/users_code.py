@@ -74,7 +74,9 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
         line = raised_at(error)
         if isinstance(error, SyntaxError):
             problem = error.msg  # the text of the error names the line, too
-            line = f"{Path(error.filename or origin).name}, line {error.lineno}"
+            file = Path(error.filename or origin)
+            if file.is_file():  # else it is a text that `eval` or the like was given
+                line = f"{file.name}, line {error.lineno}"
         raise ConfigError(
             f"{where}: importing it failed: {type(error).__name__}: {problem} ({line}). "
             f"It must be importable by {sys.executable} on every machine that runs it"

@@ -326,6 +326,8 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
             {},
             r"failed: SyntaxError: expected ':' \(broken\.py, line 1\)\. It must",
         ),
+        ("{folder}/evaluates.py:score", {}, r"SyntaxError: invalid syntax \(evaluates\.py, line 2\)"),
+        ("{folder}/imports.py:score", {}, r"SyntaxError: expected ':' \(broken\.py, line 1\)"),
         ("{folder}/brokem.py:score", {}, r"does not exist on this machine\. Did you mean .*/broken\.py\?"),
         ("json:dump_all", {}, "has no 'dump_all'; did you mean 'dump"),
         ("gsm8k", {"methud": "strict"}, "'methud', which gsm8k does not take; did you mean 'method'"),
@@ -335,5 +337,7 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
 )
 def test_a_name_or_arguments_that_lead_nowhere_are_refused(tmp_path, reference, kwargs, expected):
     (tmp_path / "broken.py").write_text("def score(a, b)\n    return 1\n")
+    (tmp_path / "evaluates.py").write_text("text = '1 +'\nnumber = eval(text)\n")
+    (tmp_path / "imports.py").write_text("\n\nimport broken\n")
     with pytest.raises(ConfigError, match=expected):
         load_function(reference.format(folder=tmp_path), kwargs)
