@@ -3,7 +3,9 @@
 Needs a model folder with a tokenizer.json.
 """
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -45,10 +47,25 @@ class Ruler:
     def unknown_token(self) -> str:
         """The token that stands for what the tokenizer does not know; empty where it can encode every text,
         as those on bytes can."""
-        model = self._tokenizer.model
-        if getattr(model, "byte_fallback", False):
+        if self._unknown_id is None:
             return ""
-        return getattr(model, "unk_token", None) or ""
+        return self._tokenizer.id_to_token(self._unknown_id) or ""
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        from tokenizers.models import Unigram
+
+        model = self._tokenizer.model
+        unknown_id: int | None
+        if isinstance(model, Unigram):  # its object has no attributes for them
+            section = json.loads(self._tokenizer.to_str())["model"]
+            has_bytes = section.get("byte_fallback", False)
+            unknown_id = section["unk_id"]
+        else:
+            has_bytes = getattr(model, "byte_fallback", False)
+            token = getattr(model, "unk_token", None)
+            unknown_id = self._tokenizer.token_to_id(token) if token else None
+        return None if has_bytes else unknown_id
 
     @property
     def has_template(self) -> bool:
@@ -74,16 +91,16 @@ class Ruler:
     def unknown(self, rows: Iterable[Row]) -> Iterable[tuple[str, str]]:
         """Text that the tokenizer does not know and origin of each prompt with such text: what is read as
         `unknown_token`. Prompts with pictures are left out."""
-        if not self.unknown_token:
+        if self._unknown_id is None:
             return
         remaining = (row for row in rows if not row.images)
         while batch := list(islice(remaining, BATCH_ROWS)):
             texts = [self._text(row) for row in batch]
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
             for row, text, encoding in zip(batch, texts, encoded, strict=True):
-                for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+                for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
                     # A prompt may have the token itself in it.
-                    if token == self.unknown_token and text[start:end] != token:
+                    if token_id == self._unknown_id and text[start:end] != self.unknown_token:
                         yield text[start:end], row.origin
                         break
 
