@@ -5,9 +5,10 @@ LONGEST = 1e15
 
 
 def few_digits(value: float, digits: int = 3) -> str:
-    """A number rounded to so many digits, but never so that its size is an exponent.
+    """A number rounded to so many digits, or to a whole number if that has more of them.
 
-    Of three digits: 0.125, 1.5, 61 and 1,235. `:.3g` writes the last one as 1.23e+03.
+    Of three digits: 0.125, 1.5, 61 and 1,235. `:.3g` writes the last one as 1.23e+03. Only numbers from
+    `LONGEST` on and those below 0.0001 have an exponent.
     """
     if 10**digits - 0.5 <= abs(value) < LONGEST:
         return f"{value:,.0f}"
