@@ -136,8 +136,14 @@ class TransformersEngine(ModelEngine):
             row.kept = []
         on_tokens = request.on_tokens
         if on_tokens is not None:
+
+            def report(so_far: Generation) -> None:
+                # A row without a caller is decoded until it pays to drop it.
+                if not done.done():
+                    on_tokens(so_far)
+
             # Copied on the decoding thread, which goes on to add tokens.
-            row.report = lambda: loop.call_soon_threadsafe(on_tokens, self._so_far(row))
+            row.report = lambda: loop.call_soon_threadsafe(report, self._so_far(row))
         self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
         self._arrived.set()
         self.num_running += 1

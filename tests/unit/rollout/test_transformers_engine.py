@@ -2,6 +2,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,36 @@ async def test_who_asks_hears_of_a_long_generation_while_it_grows(engine, monkey
             assert report.token_ids == whole.token_ids[:count] and report.logprobs == whole.logprobs[:count]
             assert report.spans == whole.spans
     assert any(heard.values())
+
+
+async def test_who_no_longer_asks_hears_nothing_of_a_row_that_is_still_decoded(engine, monkeypatch):
+    monkeypatch.setattr(decoding, "PART_TOKENS", 4)
+    params = SamplingParams(max_tokens=24)
+    requests = [GenerationRequest(f"r{number}", [3, 4, 5], params) for number in range(8)]
+    longest, whole = max(await generate_all(engine, requests), key=lambda pair: len(pair[1].token_ids))
+    assert len(whole.token_ids) > 4
+    has_begun = asyncio.Event()
+    is_cancelled = threading.Event()
+    loop = asyncio.get_running_loop()
+    advance = decoding._Batch.advance
+
+    def advance_late(batch: Any, ids_B: torch.Tensor) -> torch.Tensor:
+        loop.call_soon_threadsafe(has_begun.set)
+        assert is_cancelled.wait(60)
+        return advance(batch, ids_B)
+
+    monkeypatch.setattr(decoding._Batch, "advance", advance_late)
+    # One of eight is too few to be dropped from the batch.
+    monkeypatch.setattr(decoding, "_COMPACT_BELOW", 0.1)
+    heard: list[Generation] = []
+    others = [asyncio.create_task(engine.generate(each)) for each in requests if each is not longest]
+    cancelled = asyncio.create_task(engine.generate(replace(longest, on_tokens=heard.append)))
+    await has_begun.wait()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    is_cancelled.set()
+    await asyncio.gather(*others)
+    assert heard == []
 
 
 async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at(engine):
