@@ -251,18 +251,20 @@ class TransformersEngine(ModelEngine):
         loop = asyncio.get_running_loop()
 
         def answer_soon(finished: "Sequence[DecodingRow]") -> None:
+            # Made on this thread: an error here fails the batch, and one in a callback would reach no caller.
+            answers = [(row, self._so_far(row)) for row in finished]
             # The last ones before this batch ends, and so before a load that waits for it.
-            loop.call_soon_threadsafe(self._answer, finished)
+            loop.call_soon_threadsafe(self._answer, answers)
 
         def decode() -> None:
             decode_batch(model, rows, eos_ids, recorder, one_length, images, answer_soon)
 
         await self._on_thread(decode)
 
-    def _answer(self, finished: "Sequence[DecodingRow]") -> None:
-        for row in finished:
+    def _answer(self, answers: "Sequence[tuple[DecodingRow, Generation]]") -> None:
+        for row, generation in answers:
             if not row.done.done():
-                row.done.set_result(self._so_far(row))
+                row.done.set_result(generation)
 
     def _so_far(self, row: "DecodingRow") -> Generation:
         # The batch holds the lock, so no load has changed the version since its first token.

@@ -374,6 +374,15 @@ async def test_who_no_longer_asks_hears_nothing_of_a_row_that_is_still_decoded(e
     assert heard == []
 
 
+async def test_a_completion_whose_answer_cannot_be_made_fails_its_caller(engine, monkeypatch):
+    def fail(row: decoding.DecodingRow) -> None:
+        raise RuntimeError("rows of routes do not fit each other")
+
+    monkeypatch.setattr(decoding.DecodingRow, "choices", property(fail))
+    with pytest.raises(EngineError, match="rows of routes do not fit each other"):
+        await asyncio.wait_for(engine.generate(make_requests(1)[0]), timeout=10)
+
+
 async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at(engine):
     params = SamplingParams(max_tokens=24)
     requests = [GenerationRequest(f"r{number}", [3, 4, 5], params) for number in range(32)]
