@@ -144,7 +144,12 @@ class TransformersEngine(ModelEngine):
 
             # Copied on the decoding thread, which goes on to add tokens.
             row.report = lambda: loop.call_soon_threadsafe(report, self._so_far(row))
-        self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
+        if request.is_urgent:
+            # Behind earlier urgent ones: in front of them, those would wait as long as others come.
+            num_urgent = sum(waiting.request.is_urgent for waiting in self._queue)
+            self._queue.insert(num_urgent, row)
+        else:
+            self._queue.append(row)
         self._arrived.set()
         self.num_running += 1
         try:

@@ -307,6 +307,26 @@ def test_urgent_requests_are_in_the_next_batch_whatever_their_length():
     assert [row.num_prompt for row in choose_batch(queue, 3)] == [4, 30, 5]
 
 
+async def test_urgent_requests_go_before_others_in_the_order_in_which_they_came(folder: Path) -> None:
+    engine = make_engine(folder, max_num_seqs=1)
+    await engine.start()
+    await engine.sleep()
+    ended: list[str] = []
+    params = SamplingParams(max_tokens=1)
+
+    async def generate(name: str, is_urgent: bool) -> None:
+        await engine.generate(GenerationRequest(name, [3, 4, 5], params, is_urgent))
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("training", "first", "second", "third"):
+            group.create_task(generate(name, is_urgent=name != "training"))
+        await asyncio.sleep(0)
+        await engine.wake()
+    assert ended == ["first", "second", "third", "training"]
+    await engine.close()
+
+
 def test_no_request_waits_for_ever_while_others_of_another_length_come():
     queue = [row_of(5), row_of(30), row_of(5), row_of(5)]
     long = queue[1]
