@@ -82,18 +82,21 @@ class CachedHistory:
         self._slots = slots
         self._prompt_ids: Sequence[int] = ()
         self._version = -1
+        self._num_sleeps = 0
         self._most_cached = 0
         """Most tokens of this history that were cached in any turn so far."""
 
-    def add_turn(self, prompt_ids: Sequence[int], version: int, num_cached: int) -> None:
+    def add_turn(self, prompt_ids: Sequence[int], version: int, num_cached: int, num_sleeps: int = 0) -> None:
         """Record a turn, in which `num_cached` tokens of its prompt came from the cache; `version` is that of
-        its first token."""
-        goes_on = version == self._version and prompt_ids[: len(self._prompt_ids)] == self._prompt_ids
-        # Cached tokens of an older version, or of another history, do not count as lost.
+        its first token, and `num_sleeps` counts those of the engine up to its end."""
+        is_same_cache = version == self._version and num_sleeps == self._num_sleeps
+        goes_on = is_same_cache and prompt_ids[: len(self._prompt_ids)] == self._prompt_ids
+        # Tokens of an older version, of another history, or that a sleep has dropped, do not count as lost.
         if not goes_on:
             self._most_cached = 0
         elif self._most_cached:
             self._slots.turn(self._most_cached, num_cached)
         self._prompt_ids = prompt_ids
         self._version = version
+        self._num_sleeps = num_sleeps
         self._most_cached = max(self._most_cached, num_cached)

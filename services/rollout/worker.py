@@ -467,7 +467,9 @@ class RolloutWorker(LaneWorker[Ticket]):
             )
             generation = await self._ask(request)
             first_version = generation.spans[0][0]
-            history_in_cache.add_turn(ids, first_version, generation.num_cached_tokens)
+            history_in_cache.add_turn(
+                ids, first_version, generation.num_cached_tokens, self.engine.num_sleeps
+            )
             return generation
 
         async def keep(play_name: bytes, number: int, play_part: Part) -> bool:

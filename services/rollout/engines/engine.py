@@ -134,6 +134,8 @@ class Engine(ABC):
     """Whether it calls `on_report`: it has a KV cache of a fixed size."""
     on_report: Callable[[EngineReport], None] | None = None
     """Called on the loop with each report."""
+    num_sleeps = 0
+    """How often it has slept, which empties its KV cache."""
 
     @property
     @abstractmethod

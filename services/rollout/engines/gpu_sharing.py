@@ -81,6 +81,7 @@ class GpuSharingEngine(Engine):
         """Called only by the gate, like `wake`."""
         async with asyncio.timeout(self._stall_s):
             await self._engine.sleep()
+        self.num_sleeps += 1
 
     async def wake(self) -> None:
         """Start the engine the first time that the GPU is free."""

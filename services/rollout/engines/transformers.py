@@ -136,9 +136,20 @@ class TransformersEngine(ModelEngine):
             row.kept = []
         on_tokens = request.on_tokens
         if on_tokens is not None:
+
+            def report(so_far: Generation) -> None:
+                # A row without a caller is decoded until it pays to drop it.
+                if not done.done():
+                    on_tokens(so_far)
+
             # Copied on the decoding thread, which goes on to add tokens.
-            row.report = lambda: loop.call_soon_threadsafe(on_tokens, self._so_far(row))
-        self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
+            row.report = lambda: loop.call_soon_threadsafe(report, self._so_far(row))
+        if request.is_urgent:
+            # Behind earlier urgent ones: in front of them, those would wait as long as others come.
+            num_urgent = sum(waiting.request.is_urgent for waiting in self._queue)
+            self._queue.insert(num_urgent, row)
+        else:
+            self._queue.append(row)
         self._arrived.set()
         self.num_running += 1
         try:
@@ -245,18 +256,20 @@ class TransformersEngine(ModelEngine):
         loop = asyncio.get_running_loop()
 
         def answer_soon(finished: "Sequence[DecodingRow]") -> None:
+            # Made on this thread: an error here fails the batch, and one in a callback would reach no caller.
+            answers = [(row, self._so_far(row)) for row in finished]
             # The last ones before this batch ends, and so before a load that waits for it.
-            loop.call_soon_threadsafe(self._answer, finished)
+            loop.call_soon_threadsafe(self._answer, answers)
 
         def decode() -> None:
             decode_batch(model, rows, eos_ids, recorder, one_length, images, answer_soon)
 
         await self._on_thread(decode)
 
-    def _answer(self, finished: "Sequence[DecodingRow]") -> None:
-        for row in finished:
+    def _answer(self, answers: "Sequence[tuple[DecodingRow, Generation]]") -> None:
+        for row, generation in answers:
             if not row.done.done():
-                row.done.set_result(self._so_far(row))
+                row.done.set_result(generation)
 
     def _so_far(self, row: "DecodingRow") -> Generation:
         # The batch holds the lock, so no load has changed the version since its first token.

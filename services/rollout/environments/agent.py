@@ -116,14 +116,16 @@ class AgentProgram:
         """
         # Many sessions find a dead host at once: one of them starts it, the others wait for that.
         async with self._starting:
-            if self._host is None or not self._host.is_sound:
-                if self._host is not None:
+            host = self._host
+            if host is None or not host.is_sound:
+                await self.close()
+                if host is not None:
+                    # Only now: the reason is known once its exit code is.
                     log.warning(
                         "the process that forks for each session has died; it is started again",
                         agent=self._agent,
-                        reason=self._host.end_reason,
+                        reason=host.end_reason,
                     )
-                await self.close()
                 await self.start()
         assert self._folder is not None
         variables = {SESSION: session.token, WORKER: _mark_of(psutil.Process())}

@@ -86,14 +86,19 @@ class Question:
     def key(self) -> bytes:
         """Digest that is equal if the same is asked again, within the same limits."""
         within = (self.tool_choice, self.max_tokens, self.stop, self.has_logprobs)
-        asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
-        return xxh3_128_digest(asked.encode())
+        return xxh3_128_digest(self.request_key + repr(within).encode())
 
-    @property
+    @cached_property
     def request_key(self) -> bytes:
         """Digest that is equal if the same is asked, within whatever limits: who did not get an answer may
         ask again without a stream, or for fewer tokens."""
-        return xxh3_128_digest(repr((self.prompt, sorted(self.tool_keys), self.identities)).encode())
+        asked = (self.prompt, sorted(self.tool_keys), self.digests[-1:])
+        return xxh3_128_digest(repr(asked).encode())
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """A digest for each message. Kept, as the identities are: of a long history each pass takes time."""
+        return digests_of(self.identities)
 
     @cached_property
     def tool_keys(self) -> frozenset[str]:

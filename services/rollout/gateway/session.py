@@ -398,7 +398,7 @@ class GatewaySession:
 
     def _note_read(self, question: Question) -> None:
         """Note which answers the client has: those that its history holds."""
-        for digest in digests_of(question.identities) if self._not_seen else ():
+        for digest in question.digests if self._not_seen else ():
             exchanges = self._not_seen.get(digest)
             if exchanges:
                 # Of equal answers the newest, whose history goes on (`Histories.find`).

@@ -334,15 +334,17 @@ class TestWorkerLoop:
             assert loop.slots.limit == 2
 
     async def test_slots_hear_how_much_of_a_history_has_left_the_cache(self, make, broker, keys, monkeypatch):
-        """Where it goes on, and with the same weights: else nothing of it could be there."""
+        """Where it goes on, with the same weights, and the engine has not slept: else nothing of it could be
+        there."""
         turns = [
-            ([3], 0, 0),
-            ([3, 4], 0, 32),
-            ([3, 4, 5], 0, 64),
-            ([3, 4, 5, 6], 0, 0),
-            ([3, 4, 5, 6, 7], 0, 96),
+            ([3], 0, 0, 0),
+            ([3, 4], 0, 32, 0),
+            ([3, 4, 5], 0, 64, 0),
+            ([3, 4, 5, 6], 0, 0, 0),
+            ([3, 4, 5, 6, 7], 0, 96, 0),
         ]
-        turns += [([8], 0, 16), ([8, 9], 1, 0), ([8, 9, 9], 1, 32), ([8, 9, 9, 9], 1, 32)]
+        turns += [([8], 0, 16, 0), ([8, 9], 1, 0, 0), ([8, 9, 9], 1, 32, 0), ([8, 9, 9, 9], 1, 32, 0)]
+        turns += [([8, 9, 9, 9, 9], 1, 0, 1)]
         remaining = iter(turns)
         heard = []
 
@@ -352,12 +354,12 @@ class TestWorkerLoop:
 
         class Turns(SingleTurn):
             async def play(self, ticket: Any, name: str, ask: Any) -> Any:
-                for ids, _, _ in turns:
+                for ids, *_ in turns:
                     await ask(ids, ticket.sampling)
                 raise EnvironmentFaultError("the script has ended")
 
         async def generate(request: Any) -> Generation:
-            ids, version, num_cached = next(remaining)
+            ids, version, num_cached, worker.engine.num_sleeps = next(remaining)
             assert request.prompt_ids == ids
             return Generation([1], [-1.0], ((version, 0),), "stop", num_cached)
 

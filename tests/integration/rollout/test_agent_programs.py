@@ -304,6 +304,16 @@ async def test_a_host_of_functions_that_was_killed_is_started_again(children: Ch
     assert any("died" in line["event"] or "ended without" in line.get("error", "") for line in logs)
 
 
+async def test_why_a_host_has_died_is_known_when_its_death_is_logged() -> None:
+    async with player(function("twice")) as agent:
+        # As after the loss of its socket: it is dead, and nobody has waited for its exit code yet.
+        agent._program._host.kill()
+        with capture_logs() as logs:
+            await agent.play(TICKET, "s", ScriptedModel("2", "yes").ask)
+    (reason,) = [line["reason"] for line in logs if "died" in line["event"]]
+    assert "SIGKILL" in reason
+
+
 async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_not() -> None:
     def sleeper(worker: str) -> Any:
         return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})

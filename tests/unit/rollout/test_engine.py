@@ -13,6 +13,7 @@ from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Engine, EngineReport, StopTexts, share_cores
 from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
 from tidemill.services.rollout.engines.random_numbers import request_key, uniforms
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
 
 
 def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> None:
@@ -34,6 +35,14 @@ def test_an_engine_that_shares_its_gpu_passes_on_how_full_it_is(tmp_path, monkey
         if engine.on_report is not None:
             engine.on_report(EngineReport(0.5, 2))
         assert len(reports) == engine.is_reporting
+
+
+async def test_an_engine_that_shares_its_gpu_counts_how_often_its_cache_was_emptied(tmp_path, monkeypatch):
+    monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
+    shared = GpuSharingEngine(SimulatedEngine(run_config("m")), turn_s=1.0, stall_s=1.0)
+    await shared.wake()
+    await shared.sleep()
+    assert shared.num_sleeps == 1
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,14 @@ def test_what_a_history_loses_from_turn_to_turn_counts_in_its_slots():
     for prompt_ids, version in (([1, 2, 3], 1), ([9, 2, 3, 4], 1)):  # other weights, another history
         history.add_turn(prompt_ids, version, 0)
     assert (slots._had, slots._lost) == (192, 64)
+
+
+def test_what_an_engines_sleep_drops_does_not_count_as_lost():
+    slots = Slots(10)
+    history = CachedHistory(slots)
+    history.add_turn([1, 2], 0, 96, num_sleeps=0)
+    history.add_turn([1, 2, 3], 0, 0, num_sleeps=1)
+    history.add_turn([1, 2, 3, 4], 0, 128, num_sleeps=1)
+    assert (slots._had, slots._lost) == (0, 0)
+    history.add_turn([1, 2, 3, 4, 5], 0, 32, num_sleeps=1)
+    assert (slots._had, slots._lost) == (128, 96)

@@ -2,6 +2,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,26 @@ def test_urgent_requests_are_in_the_next_batch_whatever_their_length():
     assert [row.num_prompt for row in choose_batch(queue, 3)] == [4, 30, 5]
 
 
+async def test_urgent_requests_go_before_others_in_the_order_in_which_they_came(folder: Path) -> None:
+    engine = make_engine(folder, max_num_seqs=1)
+    await engine.start()
+    await engine.sleep()
+    ended: list[str] = []
+    params = SamplingParams(max_tokens=1)
+
+    async def generate(name: str, is_urgent: bool) -> None:
+        await engine.generate(GenerationRequest(name, [3, 4, 5], params, is_urgent))
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("training", "first", "second", "third"):
+            group.create_task(generate(name, is_urgent=name != "training"))
+        await asyncio.sleep(0)
+        await engine.wake()
+    assert ended == ["first", "second", "third", "training"]
+    await engine.close()
+
+
 def test_no_request_waits_for_ever_while_others_of_another_length_come():
     queue = [row_of(5), row_of(30), row_of(5), row_of(5)]
     long = queue[1]
@@ -341,6 +362,45 @@ async def test_who_asks_hears_of_a_long_generation_while_it_grows(engine, monkey
             assert report.token_ids == whole.token_ids[:count] and report.logprobs == whole.logprobs[:count]
             assert report.spans == whole.spans
     assert any(heard.values())
+
+
+async def test_who_no_longer_asks_hears_nothing_of_a_row_that_is_still_decoded(engine, monkeypatch):
+    monkeypatch.setattr(decoding, "PART_TOKENS", 4)
+    params = SamplingParams(max_tokens=24)
+    requests = [GenerationRequest(f"r{number}", [3, 4, 5], params) for number in range(8)]
+    longest, whole = max(await generate_all(engine, requests), key=lambda pair: len(pair[1].token_ids))
+    assert len(whole.token_ids) > 4
+    has_begun = asyncio.Event()
+    is_cancelled = threading.Event()
+    loop = asyncio.get_running_loop()
+    advance = decoding._Batch.advance
+
+    def advance_late(batch: Any, ids_B: torch.Tensor) -> torch.Tensor:
+        loop.call_soon_threadsafe(has_begun.set)
+        assert is_cancelled.wait(60)
+        return advance(batch, ids_B)
+
+    monkeypatch.setattr(decoding._Batch, "advance", advance_late)
+    # One of eight is too few to be dropped from the batch.
+    monkeypatch.setattr(decoding, "_COMPACT_BELOW", 0.1)
+    heard: list[Generation] = []
+    others = [asyncio.create_task(engine.generate(each)) for each in requests if each is not longest]
+    cancelled = asyncio.create_task(engine.generate(replace(longest, on_tokens=heard.append)))
+    await has_begun.wait()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    is_cancelled.set()
+    await asyncio.gather(*others)
+    assert heard == []
+
+
+async def test_a_completion_whose_answer_cannot_be_made_fails_its_caller(engine, monkeypatch):
+    def fail(row: decoding.DecodingRow) -> None:
+        raise RuntimeError("rows of routes do not fit each other")
+
+    monkeypatch.setattr(decoding.DecodingRow, "choices", property(fail))
+    with pytest.raises(EngineError, match="rows of routes do not fit each other"):
+        await asyncio.wait_for(engine.generate(make_requests(1)[0]), timeout=10)
 
 
 async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at(engine):

@@ -17,7 +17,14 @@ from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.environments.environment import Closing
 from tidemill.services.rollout.gateway.apis import anthropic_question
-from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.dialogue import (
+    SESSION_LIMIT,
+    Answer,
+    Message,
+    Question,
+    RequestError,
+    tool_of,
+)
 from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
@@ -200,6 +207,22 @@ async def test_a_question_within_other_limits_or_for_another_tool_is_another_que
     asked = [anthropic_question({"messages": [USER], "tool_choice": choice}) for choice in choices]
     assert len({question.key for question in asked}) == len(choices)
     assert anthropic_question({"messages": [USER]}).key == asked[0].key
+
+
+def test_a_question_with_other_tools_messages_or_prompt_is_another_question_within_whatever_limits():
+    add = tool_of("add", "", {})
+    find = tool_of("find", "", {})
+    questions = [
+        Question((USER,)),
+        Question((USER,), (add,)),
+        Question((USER,), (add, find)),
+        Question((USER, ON)),
+        Question((), prompt="go"),
+        Question((), prompt="on"),
+    ]
+    assert len({question.request_key for question in questions}) == len(questions)
+    assert len({question.key for question in questions}) == len(questions)
+    assert Question((USER,), (find, add)).request_key == Question((USER,), (add, find)).request_key
 
 
 async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:
