@@ -36,8 +36,8 @@ SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
 
 
-RUN_BY_OPTION = ("streams", "dead")
-"""Groups of commands that take the run as `--run`, for their arguments mean something else."""
+RUN_OPTIONS = {"streams": "--run", "dead": "--run", "up": "--run-id"}
+"""Commands, and groups of them, that take the run by an option, for their arguments mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class RunFolder:
     def command(self, *words: str) -> str:
         """The command line of `tidemill WORDS` for this run, to be copied: with its id, and with its folder
         of runs where that is not the usual one."""
-        run = ["--run", self.run_id] if words[0] in RUN_BY_OPTION else [self.run_id]
+        option = RUN_OPTIONS.get(words[0])
+        run = [self.run_id] if option is None else [option, self.run_id]
         is_usual = self.runs.resolve() == folder_of_runs(None).resolve()
         runs = [] if is_usual else ["--runs-dir", nearest(self.runs)]
         return command_line(*words, *run, *runs)
@@ -232,7 +233,7 @@ async def _connect(folder: RunFolder) -> Broker:
             raise
         raise BrokerError(
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
-            f"Continue the run with `{command_line('up', 'CONFIG', '--run-id', folder.run_id, '--resume')}`. "
+            f"Continue the run with `{folder.command('up', 'CONFIG', '--resume')}`. "
             f"({error})"
         ) from None
 
