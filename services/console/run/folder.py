@@ -55,13 +55,14 @@ class RunFolder:
         return self.runs / self.run_id
 
     def command(self, *words: str) -> str:
-        """The command line of `tidemill WORDS` for this run, to be copied: with its id, and with its folder
-        of runs where that is not the usual one."""
+        """The command line of `tidemill WORDS` for this run, to be copied: with its id before the options,
+        and with its folder of runs where that is not the usual one."""
         option = RUN_OPTIONS.get(words[0])
         run = [self.run_id] if option is None else [option, self.run_id]
         is_usual = self.runs.resolve() == folder_of_runs(None).resolve()
         runs = [] if is_usual else ["--runs-dir", nearest(self.runs)]
-        return command_line(*words, *run, *runs)
+        num_arguments = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+        return command_line(*words[:num_arguments], *run, *words[num_arguments:], *runs)
 
     @property
     def logs(self) -> Path:

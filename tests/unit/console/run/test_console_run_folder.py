@@ -84,7 +84,8 @@ def test_the_command_to_resume_can_be_copied() -> None:
         (("step", "4"), "step 4 r-1"),
         (("streams", "show"), "streams show --run r-1"),
         (("dead", "show"), "dead show --run r-1"),
-        (("up", "CONFIG", "--resume"), "up CONFIG --resume --run-id r-1"),
+        (("up", "CONFIG", "--resume"), "up CONFIG --run-id r-1 --resume"),
+        (("export", "-o", "trained"), "export r-1 -o trained"),
     ],
 )
 def test_a_hint_names_the_run_and_a_folder_of_runs_that_is_not_the_usual_one(
