@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.common.command_line import command_line
 from tidemill.common.wire.messages import Score, TrajectoryKey
+from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.text.formats import took
 from tidemill.services.console.text.tree import Node, part, table
 
@@ -138,7 +138,8 @@ def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple
 MAX_TICKETS = 12
 
 
-def rescore_tree(report: dict[str, Any]) -> Node:
+def rescore_tree(report: dict[str, Any], run: RunFolder) -> Node:
+    """`run` is the one whose history was scored again."""
     agreement = report["agreement"]
     parts = [part("cost", _cost_lines(report["cost"]))]
     if agreement["failures_now"]:
@@ -149,9 +150,7 @@ def rescore_tree(report: dict[str, Any]) -> Node:
             {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
             for ticket, index, before, now in agreement["farthest"]
         ]
-        parts.append(
-            part(f"farthest in rank; see `{command_line('trace', 'TRAJECTORY', report['run'])}`", table(rows))
-        )
+        parts.append(part(f"farthest in rank; see `{run.command('trace', 'TRAJECTORY')}`", table(rows)))
     head = f"{report['run']} scored again by {', '.join(report['reward'])}"
     return part(head, _agreement_lines(agreement), parts)
 

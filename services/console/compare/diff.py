@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.config.changes import changed_fields
 from tidemill.common.errors import ConfigError
@@ -37,7 +36,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory, is_demonstration
 from tidemill.common.wire.segments import Segment, Turn
 from tidemill.services.console.commands import DiffOptions
-from tidemill.services.console.run.folder import find_run
+from tidemill.services.console.run.folder import RunFolder, find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.formats import sample_name
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
@@ -402,20 +401,20 @@ def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDi
 
 
 def show_diff(options: DiffOptions) -> int:
-    names, result = run_main(_diff(options))
-    record = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
-    show(record, diff_tree(names, result), options.as_json, json_indent=2)
+    runs, result = run_main(_diff(options))
+    record = {"run_a": runs[0].run_id, "run_b": runs[1].run_id, **result.as_dict()}
+    show(record, diff_tree(runs, result), options.as_json, json_indent=2)
     return 1 if result.differences else 0
 
 
-async def _diff(options: DiffOptions) -> tuple[tuple[str, str], RunDiff]:
+async def _diff(options: DiffOptions) -> tuple[tuple[RunFolder, RunFolder], RunDiff]:
     a = find_run(options.run_a, options.runs_dir)
     b = find_run(options.run_b, options.runs_dir_b or options.runs_dir)
     if a.path.resolve() == b.path.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same run; give two.")
     async with open_history(a) as access_a, open_history(b) as access_b:
         result = await diff_runs(_opened(access_a), _opened(access_b), options.tolerance)
-    return (a.run_id, b.run_id), result
+    return (a, b), result
 
 
 def _opened(access: RunAccess) -> DiffedRun:
@@ -424,7 +423,7 @@ def _opened(access: RunAccess) -> DiffedRun:
     return DiffedRun(access.history, access.config)
 
 
-def diff_tree(names: tuple[str, str], result: RunDiff) -> Node:
+def diff_tree(runs: tuple[RunFolder, RunFolder], result: RunDiff) -> Node:
     changes = [
         note(f"config  {change['field']}: {_short(change['a'])} | {_short(change['b'])}")
         for change in result.config[:MAX_CONFIG_LINES]
@@ -432,7 +431,8 @@ def diff_tree(names: tuple[str, str], result: RunDiff) -> Node:
     if len(result.config) > MAX_CONFIG_LINES:
         more = len(result.config) - MAX_CONFIG_LINES
         changes.append(note(f"config  ... and {more} more fields; --json", "dim"))
-    return part("", changes, _verdict(names, result), _remarks(names, result))
+    names = (runs[0].run_id, runs[1].run_id)
+    return part("", changes, _verdict(names, result), _remarks(runs[1], result))
 
 
 def _verdict(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
@@ -474,7 +474,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 3] + "..."
 
 
-def _remarks(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
+def _remarks(run_b: RunFolder, result: RunDiff) -> Iterator[Node]:
     if result.earlier:
         words = ", ".join(f"{item.aspect} since step {item.step}" for item in result.earlier)
         yield note(f"by rounding or in order alone: {words}", "dim")
@@ -486,6 +486,7 @@ def _remarks(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
     cause = result.cause
     if cause is not None:
         yield note("look closer:", "dim")
-        commands = [f"step {cause.step}", f"replay {cause.step}"]
-        commands += [f"trace {cause.sample}"] if cause.ticket >= 0 else []
-        yield from (note(f"  {command_line(*command.split(), names[1])}") for command in commands)
+        yield note(f"  {run_b.command('step', str(cause.step))}")
+        yield note(f"  {run_b.command('replay', str(cause.step))}")
+        if cause.ticket >= 0:
+            yield note(f"  {run_b.command('trace', cause.sample)}")

@@ -180,8 +180,8 @@ class Emission:
 
 EVERY_S = 0.5
 LINE_EVERY_S = 10.0
-MAX_REASON_CHARS = 200
 """Seconds between two updates on a terminal, and between two lines elsewhere."""
+MAX_REASON_CHARS = 200
 
 
 @contextlib.contextmanager

@@ -47,7 +47,8 @@ def rescore(options: RescoreOptions) -> None:
         print(json.dumps(report))
         return
     where = note(f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}")
-    print_tree(console, part("", rescore_tree(report), where))
+    scored = RunFolder(path.parent.parent, report["run"])
+    print_tree(console, part("", rescore_tree(report, scored), where))
 
 
 async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dict[str, Any], Path]:

@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.common.command_line import command_line
 from tidemill.common.digits import few_digits
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
@@ -95,7 +94,7 @@ def show_status(options: StatusOptions) -> int:
     if snapshot is not None and options.as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
     elif snapshot is not None and (report is None or snapshot.status != FINISHED):
-        console.print(dashboard(snapshot))
+        console.print(dashboard(snapshot, folder))
         _print_end(console, snapshot.end)
     elif report is not None and options.as_json:
         print(json.dumps(report, indent=2))
@@ -118,7 +117,7 @@ def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> Non
         print(json.dumps(snapshot.as_dict() | {"source": str(folder.path), "note": words}, indent=2))
         return
     console = Console(highlight=False)
-    console.print(dashboard(snapshot))
+    console.print(dashboard(snapshot, folder))
     console.print(Text(words, "dim"), soft_wrap=True)
     _print_end(console, snapshot.end)
     if snapshot.status == RUNNING:  # then its Redis should answer
@@ -158,13 +157,14 @@ async def _watch(folder: RunFolder, console: Console) -> None:
                     snapshot = pending.result()
                     pending = None
                 silent_s = time.time() - snapshot.at
-                picture = dashboard(snapshot, hint=HINT, silent_s=silent_s, console=console)
+                picture = dashboard(snapshot, folder, hint=HINT, silent_s=silent_s, console=console)
                 live.update(picture, refresh=True)
                 await asyncio.sleep(REFRESH_S if done else 0.0)
 
 
 def dashboard(
     snapshot: RunSnapshot,
+    folder: RunFolder,
     *,
     services: Mapping[str, ServiceStatus] | None = None,
     events: Sequence[str] = (),
@@ -174,12 +174,13 @@ def dashboard(
 ) -> RenderableType:
     """The whole live view; with a console, as much of it as fits, the most important first. `silent_s` is how
     old the snapshot is: Redis may not answer."""
-    sections = list(_sections(snapshot, services, events, hint, silent_s))
+    sections = list(_sections(snapshot, folder, services, events, hint, silent_s))
     return whole(sections) if console is None else fitted(sections, console, console.height - 1)
 
 
 def _sections(
     snapshot: RunSnapshot,
+    folder: RunFolder,
     services: Mapping[str, ServiceStatus] | None,
     events: Sequence[str],
     hint: str,
@@ -187,7 +188,7 @@ def _sections(
 ) -> Iterator[Section]:
     """The parts of the view from top to bottom."""
     status = snapshot.status
-    in_full = command_line("status")
+    in_full = folder.command("status")
     name = (snapshot.run_id, "bold cyan")
     state = (status, STATUS_STYLES.get(status, ""))
     head: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
@@ -227,7 +228,7 @@ def _sections(
         silent = "no process reports" if snapshot.points else "no process has reported yet"
         nobody = [Text(silent, "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
-    warnings = list(_warnings(snapshot))
+    warnings = list(_warnings(snapshot, folder))
     yield Section(f"warnings: {in_full}", warnings, _group, importance=7, least=4, has_space=True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
     yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
@@ -460,13 +461,13 @@ def _process_row(
     }
 
 
-def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
+def _warnings(snapshot: RunSnapshot, folder: RunFolder) -> Iterator[Text]:
     """The newest warnings that hold; all of them are in the run's state and in the trainer's log."""
     held = snapshot.warnings
     lines = [warning_line(item) for item in held[-MAX_WARNINGS:]]
     older = len(held) - len(lines)
     if older:
-        more = command_line("status", snapshot.run_id, "--json")
+        more = folder.command("status", "--json")
         lines.append(f"and {plural(older, 'older warning')}: {more}")
     lines += snapshot.config_warnings
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]

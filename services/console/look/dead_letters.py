@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.errors import CodecError, ConfigError
@@ -421,7 +420,7 @@ def change_entries(choice: DeadChoice) -> int:
     if bool(choice.ids) == choice.has_all:
         folder = find_run(choice.run_id, choice.runs_dir)
         raise ConfigError(
-            f"`{command_line('dead', verb)}` takes the ids of dead letters, or --all; "
+            f"`{folder.command('dead', verb)}` takes the ids of dead letters, or --all; "
             f"`{folder.command('dead', 'show')}` has them."
         )
     if choice.ids and choice.is_narrow:

@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import aside_file, publish_file
 from tidemill.common.history import History, Selection, StreamName
@@ -25,6 +24,7 @@ from tidemill.common.streams.selection import tickets_of
 from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
 from tidemill.services.console.commands import StepOptions
 from tidemill.services.console.look.joins import SampleFacts, StepRecord, ranges_of, read_samples
+from tidemill.services.console.look.selection import span_of
 from tidemill.services.console.run.folder import nearest
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import sample_name, size
@@ -63,10 +63,9 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     commits = history.messages(StreamName.COMMITS, Commit, Selection(steps=(first, last)))
     stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:
-        newest = command_line("streams", "tail", "commits", "--run", history.run_id)
+        there = await span_of(history, StreamName.COMMITS, "step")
         raise ConfigError(
-            f"run {history.run_id} has no commit of steps {first} to {last}. `{newest}` shows the newest; "
-            "steps are counted from 0."
+            f"run {history.run_id} has no commit of steps {first} to {last}: {there}, counted from 0."
         )
     stretch.commits.sort(key=lambda commit: commit.step)
     tickets = [ticket for commit in stretch.commits for ticket in tickets_of(commit)]

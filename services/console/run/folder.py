@@ -36,8 +36,8 @@ SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
 
 
-RUN_BY_OPTION = ("streams", "dead")
-"""Groups of commands that take the run as `--run`, for their arguments mean something else."""
+RUN_OPTIONS = {"streams": "--run", "dead": "--run", "up": "--run-id"}
+"""Commands, and groups of them, that take the run by an option, for their arguments mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,14 @@ class RunFolder:
         return self.runs / self.run_id
 
     def command(self, *words: str) -> str:
-        """The command line of `tidemill WORDS` for this run, to be copied: with its id, and with its folder
-        of runs where that is not the usual one."""
-        run = ["--run", self.run_id] if words[0] in RUN_BY_OPTION else [self.run_id]
+        """The command line of `tidemill WORDS` for this run, to be copied: with its id before the options,
+        and with its folder of runs where that is not the usual one."""
+        option = RUN_OPTIONS.get(words[0])
+        run = [self.run_id] if option is None else [option, self.run_id]
         is_usual = self.runs.resolve() == folder_of_runs(None).resolve()
         runs = [] if is_usual else ["--runs-dir", nearest(self.runs)]
-        return command_line(*words, *run, *runs)
+        num_arguments = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+        return command_line(*words[:num_arguments], *run, *words[num_arguments:], *runs)
 
     @property
     def logs(self) -> Path:
@@ -232,7 +234,7 @@ async def _connect(folder: RunFolder) -> Broker:
             raise
         raise BrokerError(
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
-            f"Continue the run with `{command_line('up', 'CONFIG', '--run-id', folder.run_id, '--resume')}`. "
+            f"Continue the run with `{folder.command('up', 'CONFIG', '--resume')}`. "
             f"({error})"
         ) from None
 

@@ -158,13 +158,12 @@ class LocalRun:
     def _show_finished(self) -> int:
         """Say that the run is finished; its files stay as they are."""
         steps = self.config.trainer.steps
-        run_id = self.folder.run_id
         resume = self.resume_command.replace(f" --set trainer.steps={steps}", "")
         more = f"{resume} --set trainer.steps={2 * steps}"
         report = read_report(self.folder) or {}
         self.console.print(
             f"finished: all {report.get('steps', steps)} steps are done, and nothing was started.\n"
-            f"  {command_line('status', run_id)}  shows its summary\n"
+            f"  {self.folder.command('status')}  shows its summary\n"
             f"  {more}  goes on from there",
             soft_wrap=True,
             markup=False,
@@ -239,7 +238,7 @@ class LocalRun:
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
         if self.is_live:
-            self._view = LiveView(self.console, HINT.format(logs=nearest(self.folder.logs)))
+            self._view = LiveView(self.console, self.folder, HINT.format(logs=nearest(self.folder.logs)))
         watching = [
             asyncio.create_task(self._gather(reader), name="snapshots"),
             asyncio.create_task(self._draw(), name="view"),
@@ -314,7 +313,7 @@ class LocalRun:
             mark_whole(self.folder.path, True)
         # From `_stop`, which cancels the archiving alone: this task goes on to its report.
         except asyncio.CancelledError:
-            rest_command = command_line("archive", self.keys.run_id)
+            rest_command = self.folder.command("archive")
             self._view.event(f"not archived to the end; `{rest_command}` does the rest")
         except TidemillError as error:
             self._view.event(f"the streams are not archived to the end: {error}")
@@ -402,10 +401,9 @@ class LocalRun:
 
     def _print_next_steps(self) -> None:
         """Say what a user may do with a finished run."""
-        run_id = self.folder.run_id
         steps = {
-            command_line("web", run_id): "its completions, token by token, in a browser",
-            command_line("export", run_id, "-o", "trained"): "the trained model, as a folder",
+            self.folder.command("web"): "its completions, token by token, in a browser",
+            self.folder.command("export", "-o", "trained"): "the trained model, as a folder",
         }
         guide = ROOT / TUTORIAL
         if guide.exists():

@@ -6,13 +6,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.commands import SlurmOptions
-from tidemill.services.console.run.folder import folder_of_runs, nearest, new_run_id
+from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest, new_run_id
 
 SIGNAL_S = 120
 """The job is asked to stop this long before its time limit, so that it can write a checkpoint."""
@@ -70,7 +69,7 @@ def write_scripts(options: SlurmOptions) -> None:
         texts[f"{run_id}.rewards.sbatch"] = _script(options, run_id, runs, reward_command, is_join=True)
     runs.mkdir(parents=True, exist_ok=True)
     _write(options, texts)
-    print(f"then: {command_line('status', run_id, '--watch')}", file=sys.stderr)
+    print(f"then: {RunFolder(runs, run_id).command('status', '--watch')}", file=sys.stderr)
 
 
 def _write(options: SlurmOptions, texts: dict[str, str]) -> None:

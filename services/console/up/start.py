@@ -43,7 +43,14 @@ from tidemill.services.console.commands import UpOptions
 from tidemill.services.console.look.report import read_report
 from tidemill.services.console.look.snapshot import CHECKPOINTS_FOLDER
 from tidemill.services.console.run.end import RunEnd, read_end
-from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest, new_run_id
+from tidemill.services.console.run.folder import (
+    LATEST,
+    RunFolder,
+    connected,
+    folder_of_runs,
+    nearest,
+    new_run_id,
+)
 from tidemill.services.console.up.forks import ForkServer
 from tidemill.services.console.up.local_run import LocalRun
 from tidemill.services.console.up.specs import ServiceSpec, exporter_spec, service_specs
@@ -108,11 +115,12 @@ def prepare(
     is_finished = options.resume and _has_finished(folder, config.trainer.steps)
     specs = list(specs_of(config))
     if options.metrics_port is not None:
-        _check_port(options.metrics_port)
+        if not is_finished:  # else nothing is started
+            _check_port(options.metrics_port)
         specs.append(exporter_spec(config, options.metrics_port))
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal and not is_finished
-    if not is_finished:  # else nothing is started
+    if not is_finished:
         for line in placement:
             console.print(Text(line), soft_wrap=True)
         for warning in config.warnings:
@@ -140,8 +148,13 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
     if run_id:
         return run_id
     if options.resume:
-        latest = runs / "latest"
-        name = os.readlink(latest) if latest.is_symlink() else "RUN_ID"
+        latest = runs / LATEST
+        if not latest.is_symlink():
+            raise ConfigError(
+                f"--resume needs to know which run, and {nearest(runs)} has none. Give its id with --run-id, "
+                "and its folder of runs with --runs-dir."
+            )
+        name = os.readlink(latest)
         raise ConfigError(
             f"--resume needs to know which run; the latest is {name}:\n  {options.command(name, resume=True)}"
         )

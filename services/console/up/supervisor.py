@@ -250,7 +250,7 @@ class Supervisor:
         summary = f"{process.spec.name} {event} ({_how(code)})"
         tail = process.output_tail()
         reason = f"{summary}{_why(tail, process.log)}"
-        self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary, _last_error(tail), process.log))
+        self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary, _last_error(tail, code), process.log))
 
     def kill(self) -> None:
         self.stop()
@@ -383,12 +383,13 @@ def _why(tail: Sequence[str], log: Path) -> str:
     return f". The end of {log}:\n{text}"
 
 
-def _last_error(lines: Sequence[str]) -> str:
-    """The line that says what went wrong: the last one that a service wrote as its error, else the last."""
+def _last_error(lines: Sequence[str], code: int) -> str:
+    """The line that says why a service ended with this code: the last one that it wrote as its error,
+    else the last; empty where that line cannot say it."""
     written = [line.strip() for line in lines if line.strip()]
     errors = [line for line in written if line.startswith("tidemill ")]
     last = (errors or written or [""])[-1]
-    return printable(last, MAX_REASON_CHARACTERS) if says_error(last, 1) else ""
+    return printable(last, MAX_REASON_CHARACTERS) if says_error(last, code) else ""
 
 
 _LOG_LINE = re.compile(r'\d\d:\d\d:\d\d \[(\w+) *\] |\{.*"level": ?"(\w+)"')

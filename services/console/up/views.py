@@ -28,6 +28,7 @@ from tidemill.services.console.look.dashboard import (
     warning_line,
 )
 from tidemill.services.console.look.snapshot import RunSnapshot
+from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.service_status import ServiceStatus
 from tidemill.services.console.text.formats import duration, size
 
@@ -55,8 +56,9 @@ OVER_AFTER_S = 60.0
 class LiveView:
     """Redraws the dashboard in place."""
 
-    def __init__(self, console: Console, hint: str) -> None:
+    def __init__(self, console: Console, folder: RunFolder, hint: str) -> None:
         self.console = console
+        self.folder = folder
         self.hint = hint
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
@@ -65,6 +67,7 @@ class LiveView:
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         picture = dashboard(
             snapshot,
+            self.folder,
             services=services,
             events=list(self._events),
             hint=self.hint,

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tidemill.services.console.look.exporter import (
     targets_json,
 )
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.run.folder import RunFolder
 
 
 @pytest.fixture
@@ -214,5 +216,7 @@ async def test_a_name_is_shown_as_it_is(broker: Broker, keys: Keys) -> None:
 
 def drawn(keys: Keys, workers: list[Heartbeat]) -> str:
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=workers)))
+    console.print(
+        dashboard(RunSnapshot(keys.run_id, 10, 1, workers=workers), RunFolder(Path("runs"), keys.run_id))
+    )
     return console.file.getvalue()  # type: ignore[attr-defined]

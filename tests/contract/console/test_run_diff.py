@@ -4,6 +4,7 @@ import io
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.compare.diff import MEANINGS, Aspect, DiffedRun, RunDiff, diff_runs, diff_tree
+from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.text.tree import print_tree
 
 STEPS = 5
@@ -137,12 +139,14 @@ async def test_the_first_cause_is_named_with_both_values(diff, stream, key, fiel
     cause = result.cause
     assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *position)
     assert values is None or (cause.a, cause.b) == values
-    assert MEANINGS[aspect] in printed(result)
+    text = printed(result)
+    assert MEANINGS[aspect] in text and f"step {cause.step} bad --runs-dir b" in text
 
 
 def printed(result: RunDiff) -> str:
     console = Console(file=io.StringIO(), width=200)
-    print_tree(console, diff_tree(("good", "bad"), result))
+    runs = (RunFolder(Path("a"), "good"), RunFolder(Path("b"), "bad"))
+    print_tree(console, diff_tree(runs, result))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -205,6 +205,17 @@ async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypat
     assert stage.log("reward").count("no such judge") == MAX_EARLY_DEATHS + 1
 
 
+async def test_the_last_line_of_a_process_that_is_killed_again_and_again_is_no_error(
+    tmp_path, guard, monkeypatch
+):
+    monkeypatch.setattr("tidemill.services.console.up.supervisor.LONGEST_PAUSE_S", 0.001)
+    program = "import os; print('a print of the reward'); os.kill(os.getpid(), 9)"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": program})
+    outcome = await stage.run()
+    assert (outcome.ending, outcome.error) == (Ending.FAILED, "")
+    assert "a print of the reward" in outcome.reason, "the end of its log"
+
+
 async def test_a_process_that_dies_of_the_same_cause_at_each_start_ends_the_run(tmp_path, guard):
     """The model that the engine cannot sample from: each start took the same way. Numbers may differ."""
     program = "import os; raise SystemExit(f'the model failed: AttributeError, process {os.getpid()}')"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -147,7 +148,10 @@ def test_a_finished_run_is_not_started_again(config: Path, capfd: pytest.Capture
     assert f"{command_line('export', 'done', '-o', 'trained')}  the trained model" in answer
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     nothing = specs_with("raise SystemExit('started')")
-    assert run_up(UpOptions(config=config, run_id="done", resume=True), nothing) == 0
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        # Nobody would serve there.
+        again = UpOptions(config=config, run_id="done", resume=True, metrics_port=occupied.getsockname()[1])
+        assert run_up(again, nothing) == 0
     answer = capfd.readouterr().out
     assert "finished: all 3 steps are done, and nothing was started" in answer
     assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
@@ -215,14 +219,18 @@ def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints
 
 
 def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]
         with pytest.raises(TidemillError, match=f"cannot serve metrics on 127.0.0.1:{port}") as caught:
             run_up(UpOptions(config=config, run_id="busy", metrics_port=port))
     assert caught.value.exit_code == 2
     assert not (config.parents[1] / "runs").exists()
+
+
+def test_where_there_is_no_run_none_is_named_to_resume(config: Path) -> None:
+    with pytest.raises(ConfigError, match="--run-id") as caught:
+        run_up(UpOptions(config=config, resume=True))
+    assert "RUN_ID" not in str(caught.value) and command_line() not in str(caught.value)
 
 
 async def test_a_run_that_did_not_finish_says_which_reward_failed_and_why(config: Path) -> None:

@@ -1,6 +1,7 @@
 """How two rewards agree: against values computed by hand, and against the definition of the coefficients."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tidemill.services.console.compare.agreement import (
     rescore_tree,
 )
 from tidemill.services.console.look.trace import teacher_gaps
+from tidemill.services.console.run.folder import RunFolder
 
 
 def scores(values: dict[TrajectoryKey, float | None]) -> dict[TrajectoryKey, Score]:
@@ -73,7 +75,8 @@ def test_where_nothing_is_compared_no_number_is_shown() -> None:
         "trajectories": 2, "scoring_s": 1.0, "scores_per_s": 2.0, "wall_s": 1.0, "attempts": 2,
         "latency_p50_s": 0.1, "latency_p95_s": 0.1, "wait_p50_s": 0.1, "wait_p95_s": 0.1, "tokens": {},
     }  # fmt: skip
-    tree = rescore_tree({"run": "a", "reward": ["b"], "agreement": asdict(agreement), "cost": cost})
+    report = {"run": "a", "reward": ["b"], "agreement": asdict(agreement), "cost": cost}
+    tree = rescore_tree(report, RunFolder(Path("runs"), "a"))
     values = {line.label: line.value for line in tree.children if not line.is_part}
     assert values.pop("compared") == "0 trajectories in 0 groups"
     assert values.pop("failed") == "0 before, 2 now"

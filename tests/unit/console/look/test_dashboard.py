@@ -4,6 +4,7 @@ import io
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ WARNING = {
     "text": "the policy has nearly stopped exploring", "advice": "Raise clip_high.",
 }  # fmt: skip
 
+FOLDER = RunFolder(Path("elsewhere"), "run-1")
+
 
 def snapshot(num_steps: int = 3, **fields: Any) -> RunSnapshot:
     metrics = {"staleness/max": 1.0, "staleness/mean": 0.5, "completion_tokens": 300.0, "step_time_s": 2.0}
@@ -64,7 +67,7 @@ def lines(run: RunSnapshot) -> dict[str, str]:
 
 def printed(run: RunSnapshot, width: int = 80, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(dashboard(run, **options))
+    console.print(dashboard(run, FOLDER, **options))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -398,7 +401,7 @@ def test_the_live_view_fits_the_terminal_the_most_important_first(height: int) -
     run.points[-1].metrics.update({"entropy": 0.1, "grad_norm": 1.0, "scores/failed_ratio": 0.9})
     events = [f"event {number}" for number in range(5)]
     console = Console(file=io.StringIO(), width=80, height=height, color_system=None)
-    console.print(dashboard(run, events=events, hint="Ctrl-C stops the run", console=console))
+    console.print(dashboard(run, FOLDER, events=events, hint="Ctrl-C stops the run", console=console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = text.splitlines()
     assert len(lines) < height and all(len(line) <= 80 for line in lines)

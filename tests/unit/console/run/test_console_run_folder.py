@@ -78,6 +78,26 @@ def test_the_command_to_resume_can_be_copied() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("step", "4"), "step 4 r-1"),
+        (("streams", "show"), "streams show --run r-1"),
+        (("dead", "show"), "dead show --run r-1"),
+        (("up", "CONFIG", "--resume"), "up CONFIG --run-id r-1 --resume"),
+        (("export", "-o", "trained"), "export r-1 -o trained"),
+    ],
+)
+def test_a_hint_names_the_run_and_a_folder_of_runs_that_is_not_the_usual_one(
+    tmp_path, monkeypatch, words, expected
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TIDEMILL_RUNS_DIR", raising=False)
+    assert RunFolder(tmp_path / "runs", "r-1").command(*words) == f"{command_line()} {expected}"
+    elsewhere = RunFolder(tmp_path / "big disk", "r-1").command(*words)
+    assert elsewhere == f"{command_line()} {expected} --runs-dir 'big disk'"
+
+
 def answer(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
