@@ -166,12 +166,14 @@ class Driver:
 
     async def _lose(self, kind: Kind) -> None:
         """Redis loses writes that services took for done."""
-        event = self._note(kind, TRAINER if kind is Kind.POWER else "redis", time.time())
         if kind is Kind.FAILOVER:
             lag_s = self.rng.uniform(0, LONGEST_LAG_S)
-            event.died_at = await self.fleet.redis.fail_over(lag_s)
+            died_at = await self.fleet.redis.fail_over(lag_s)
+            # Only now: the replica needs a while, and a run that ends before it takes over has seen no kill.
+            event = self._note(kind, "redis", died_at)
             event.note = f"the replica was {lag_s:.2f} s behind"
         else:
+            event = self._note(kind, TRAINER if kind is Kind.POWER else "redis", time.time())
             lose = self.fleet.cut_power if kind is Kind.POWER else self.fleet.lose_tail
             event.died_at, num_bytes = await lose(self.rng)
             event.note = f"{num_bytes:,} bytes of Redis's file gone"

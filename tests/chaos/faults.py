@@ -52,8 +52,9 @@ LONGEST_LAG_S = 1.0
 """Of a replica that takes over."""
 QUIET_STEPS = 3
 QUIET_SHARE = 1 / 3
-"""No fault is planned for the last steps, and for this share of a run with many faults: it must still be
-there for those that come late. A failover takes as long as a dozen steps of a small model."""
+"""No fault is planned for this share of the run at its end, nor for the last few steps of a short one: the
+run must still be there for faults that come late. A failover takes as long as a dozen steps of a small
+model."""
 
 
 @dataclass(frozen=True)

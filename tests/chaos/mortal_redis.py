@@ -58,6 +58,8 @@ class MortalRedis:
         self.server, self.port = self._next_server()
         self._before: Path | None = None
         """The data of the server that died last, as they were before any were lost."""
+        self._replica: EmbeddedRedis | None = None
+        """A server that is about to take over."""
 
     @property
     def url(self) -> str:
@@ -75,6 +77,8 @@ class MortalRedis:
             self._sampler.cancel()
             await asyncio.gather(self._sampler, return_exceptions=True)
         await asyncio.to_thread(self.server.stop)
+        if self._replica is not None:
+            await asyncio.to_thread(self._replica.stop)
         shutil.rmtree(self._home, ignore_errors=True)
 
     def kill(self) -> None:
@@ -100,6 +104,7 @@ class MortalRedis:
     async def fail_over(self, lag_s: float) -> float:
         """Promote a replica that has not seen the master's last `lag_s`; returns when the master died."""
         replica, port = self._next_server("--replicaof", "127.0.0.1", str(self.port))
+        self._replica = replica
         await asyncio.to_thread(replica.start)
         client = redis.Redis(unix_socket_path=str(replica.socket))
         await wait_until(lambda: self._follows(client), LINK_TIMEOUT_S)
@@ -109,6 +114,7 @@ class MortalRedis:
         await asyncio.sleep(lag_s)
         master = self.server
         self.server = replica
+        self._replica = None
         self.port = port
         master.kill()
         died_at = time.time()

@@ -1,16 +1,22 @@
 """The judge of a run under chaos sees what it is there to see."""
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.chaos.archive import Archive, StreamCopy
+from tests.chaos.driver import Driver
 from tests.chaos.environments import misjudged, num_faults
-from tests.chaos.faults import KILLS, Kind, plan
+from tests.chaos.faults import KILLS, Fault, Kind, plan
+from tests.chaos.mortal_redis import MortalRedis
 from tests.chaos.verdict import judge
 from tests.support.recorded_sessions import as_session
 from tests.support.training import lose_tail, make_score
 from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import has_ended, wait_until
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
@@ -116,5 +122,44 @@ def test_a_plan_has_every_kind_of_kill_and_is_that_of_its_seed(seed: int) -> Non
     kinds = [fault.kind for fault in faults]
     assert [kinds.count(kind) for kind in KILLS] == [3] * 7
     assert kinds.count(Kind.JOIN) == kinds.count(Kind.LEAVE) >= 2
-    assert max(fault.at_version for fault in faults) < 45
+    assert max(fault.at_version for fault in faults) < 30, "the last third is left for kills that come late"
     assert faults == plan(seed, 21, steps=45) != plan(seed + 1, 21, steps=45)
+
+
+def test_a_fault_whose_version_has_passed_comes_after_a_tenth_of_its_delay() -> None:
+    fault = Fault(Kind.REDIS, at_version=8, delay_s=2.0)
+    assert (fault.wait_s(version=8), fault.wait_s(version=9)) == (2.0, 0.2)
+
+
+async def test_a_failover_that_the_run_does_not_live_to_see_is_no_kill(tmp_path: Path) -> None:
+    has_begun = asyncio.Event()
+
+    async def never_follows(_: float) -> float:
+        has_begun.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    fleet: Any = SimpleNamespace(
+        broker=Broker.__new__(Broker),
+        keys=Keys("judged"),
+        folder=tmp_path,
+        run_dir=tmp_path,
+        redis=SimpleNamespace(fail_over=never_follows),
+    )
+    driver = Driver(fleet, [Fault(Kind.FAILOVER, 0, 0.0)], 0, lambda _: None)
+    tormenting = asyncio.create_task(driver._torment())
+    await has_begun.wait()
+    tormenting.cancel()
+    await asyncio.wait({tormenting})
+    assert not driver.watch.events
+
+
+async def test_a_replica_that_has_not_taken_over_ends_with_the_server(tmp_path: Path) -> None:
+    server = MortalRedis(tmp_path)
+    await server.start()
+    failing_over = asyncio.create_task(server.fail_over(lag_s=3600.0))
+    pid = await wait_until(lambda: server._replica and server._replica.pid)
+    failing_over.cancel()
+    await asyncio.wait({failing_over})
+    await server.stop()
+    assert has_ended(pid)
