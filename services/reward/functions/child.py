@@ -299,9 +299,10 @@ def _computing_s() -> float:
     total_s = time.process_time() + children.ru_utime + children.ru_stime
     # On a machine that is full, a function that computes waits for a core; taken for one that waits for a
     # server, it would be given more and more calls at once.
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            total_s += int(task.read_text().split()[1]) / 1e9
+    with contextlib.suppress(OSError):  # without a descriptor the folder cannot be listed
+        for task in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                total_s += int(task.read_text().split()[1]) / 1e9
     return total_s
 
 

@@ -333,6 +333,23 @@ async def test_a_process_that_cannot_send_answers_ends_with_the_reason(tmp_path:
         assert (await pool.score("pass")).value == 1.0
 
 
+LEAVE_NO_DESCRIPTOR = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+time.sleep(0.2)
+"""
+
+
+async def test_a_function_that_leaves_no_descriptor_is_answered_and_named_by_what_it_could_not_open(tmp_path):
+    """The process measures its load by files."""
+    async with pool_of(tmp_path) as pool:
+        assert (await pool.score(LEAVE_NO_DESCRIPTOR)).value == 1.0
+        with pytest.raises(AttemptError, match=r"Too many open files.*obedient\.py, line"):
+            await pool.score("pass")
+        assert (await pool.score("pass")).value == 1.0  # in another process
+
+
 async def test_a_process_that_could_not_be_connected_to_is_not_used_again(tmp_path, monkeypatch):
     loop = asyncio.get_running_loop()
     connect = loop.create_connection
