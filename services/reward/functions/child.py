@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import (
@@ -55,6 +55,8 @@ from tidemill.services.reward.functions.request import (
     run_through,
 )
 from tidemill.services.reward.outcome import AttemptError
+
+P = ParamSpec("P")
 
 BEAT_S = 0.5
 TICK_S = 0.1
@@ -132,10 +134,25 @@ def _loaded(spec: dict[str, Any]) -> Callee:
     return function
 
 
+def _ending_on_error(function: Callable[P, None]) -> Callable[P, None]:
+    """Have an error of this program end its process. An event loop, an executor or a thread would drop the
+    error: calls whose frames are lost would never end."""
+
+    @wraps(function)
+    def ending(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    return ending
+
+
+@_ending_on_error
 def _read_for_ever(frames: BinaryIO, calls: "ThreadCalls") -> None:
-    with contextlib.suppress(OSError):
-        while (frame := read_frame(frames)) is not None:
-            calls.take(frame)
+    while (frame := read_frame(frames)) is not None:
+        calls.take(frame)
     _end()
 
 
@@ -257,6 +274,7 @@ class ThreadCalls:
         while True:
             self._answer(self._for_main.get(), is_main=True)
 
+    @_ending_on_error
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
         call = frame.pop("call", None)
         if call is None:  # another thread has taken it
@@ -299,9 +317,10 @@ def _computing_s() -> float:
     total_s = time.process_time() + children.ru_utime + children.ru_stime
     # On a machine that is full, a function that computes waits for a core; taken for one that waits for a
     # server, it would be given more and more calls at once.
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            total_s += int(task.read_text().split()[1]) / 1e9
+    with contextlib.suppress(OSError):  # without a descriptor the folder cannot be listed
+        for task in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                total_s += int(task.read_text().split()[1]) / 1e9
     return total_s
 
 
@@ -322,21 +341,6 @@ class LoopCall:
         self.began_at = began_at
         self.lost_s = lost_s
         """Seconds that the loop had been blocked when its limit began to count."""
-
-
-def _ending_on_error(callback: Callable[["LoopCalls"], None]) -> Callable[["LoopCalls"], None]:
-    """Have an error of a callback end this process. The loop would print it and go on: calls whose frames are
-    lost would never end."""
-
-    @wraps(callback)
-    def ending(calls: "LoopCalls") -> None:
-        try:
-            callback(calls)
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-
-    return ending
 
 
 class LoopCalls:

@@ -333,6 +333,50 @@ async def test_a_process_that_cannot_send_answers_ends_with_the_reason(tmp_path:
         assert (await pool.score("pass")).value == 1.0
 
 
+CANNOT_ANSWER_IN_A_THREAD = """
+import tidemill.common.process.children as module
+def packed(frame, pack=module.frame_of, threading=threading):
+    is_main = threading.current_thread() is threading.main_thread()
+    return pack(frame) if is_main or "outcomes" not in frame else 1 / 0
+module.frame_of = packed
+while not (FOLDER / 'has held').exists():
+    time.sleep(0.01)
+"""
+HOLDS_ONCE = """
+if not (FOLDER / 'has held').exists():
+    (FOLDER / 'has held').touch()
+    time.sleep(3600)
+"""
+
+
+async def test_a_process_that_cannot_send_the_answer_of_a_thread_ends_and_its_calls_run_again(tmp_path):
+    """They would end at their limits only: an executor drops errors."""
+    async with pool_of(tmp_path, threads=2) as pool:
+        pool._sizing.calls = 2
+        calls = [pool.score(HOLDS_ONCE, 3600), pool.score(CANNOT_ANSWER_IN_A_THREAD, 3600, index=1)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
+        (death,) = pool.deaths.by_cause("")
+    assert [outcome.value for outcome in outcomes] == [1.0, 1.0]
+    assert "exit code 1" in death.reason
+
+
+LEAVE_NO_DESCRIPTOR = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+time.sleep(0.2)
+"""
+
+
+async def test_a_function_that_leaves_no_descriptor_is_answered_and_named_by_what_it_could_not_open(tmp_path):
+    """The process measures its load by files."""
+    async with pool_of(tmp_path) as pool:
+        assert (await pool.score(LEAVE_NO_DESCRIPTOR)).value == 1.0
+        with pytest.raises(AttemptError, match=r"Too many open files.*obedient\.py, line"):
+            await pool.score("pass")
+        assert (await pool.score("pass")).value == 1.0  # in another process
+
+
 async def test_a_process_that_could_not_be_connected_to_is_not_used_again(tmp_path, monkeypatch):
     loop = asyncio.get_running_loop()
     connect = loop.create_connection
