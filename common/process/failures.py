@@ -99,6 +99,7 @@ def cause_of(reason: str) -> str:
         # The last one is where it was raised: a line before it is a part of the exception's text.
         return f"{exception[1]} ({lines[-1]})"
     if lines:
+        # The first one is the user's: what that calls, and where it waits, is another one each time.
         return str(lines[0])
     return re.sub(r"\d+", "#", reason)[:MAX_CAUSE_CHARS]
 

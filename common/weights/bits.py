@@ -77,6 +77,8 @@ def find_tensors(path: Path) -> list[tuple[TensorInfo, int]]:
         for name, item in header.items():
             info = TensorInfo(name, item["dtype"], tuple(item["shape"]))
             start, end = item["data_offsets"]
+            if info.dtype not in WIDTHS:
+                raise ValueError(f"{name} has the dtype {info.dtype}, expected one of {', '.join(WIDTHS)}")
             if end - start != info.num_bytes or not 0 <= start <= end <= size:
                 raise ValueError(f"{name} lies at [{start}, {end}), which does not fit")
             places.append((info, begin + start))
@@ -116,7 +118,8 @@ def _faults_of(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is not a whole safetensors file: {error}.") from None
+        reason = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise WeightsError(f"{path} is not a whole safetensors file: {reason}.") from None
 
 
 def safetensors_layout(

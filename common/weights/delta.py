@@ -199,10 +199,10 @@ def read_delta(path: Path) -> list[Record]:
             raise ValueError("the headers of its records are damaged")
         payloads = {info.name: bits for info, bits in read_safetensors(path)}
         headers = json.loads(metadata["records"])
-        if len(payloads) != len(headers):
-            raise ValueError(f"it has {len(payloads)} records, and headers of {len(headers)}")
+        if payloads.keys() != {_name(number) for number in range(len(headers))}:
+            raise ValueError(f"records and headers do not match: {len(payloads)} and {len(headers)}")
         return [_record(path, payloads[_name(number)], header) for number, header in enumerate(headers)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise WeightsError(f"delta file {path}: {error}.") from None
 
 

@@ -13,7 +13,7 @@ from tests.support.training import answering, make_context, make_trimmer, traine
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.archiver import cut_back, writing
+from tidemill.common.archive.archiver import check, cut_back, writing
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
@@ -119,6 +119,7 @@ async def test_choices_that_were_missing_when_their_entry_was_archived_stay_wher
     file.rename(context.run_dir / "not seen")
     broker.claims = store
     await archive(broker, keys, context.run_dir, keep_choices=keeps)
+    assert keeps or check(context.run_dir) == [], "choices that an archive does not keep are not lost"
     (context.run_dir / "not seen").rename(file)
     trimmer = make_trimmer(context)
     trimmer.first_ticket = 1

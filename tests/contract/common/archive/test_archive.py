@@ -307,6 +307,32 @@ async def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_ends_no_proce
         list(records)
 
 
+async def test_files_that_retention_removes_during_a_read_are_left_out_and_others_are_missed(run_dir, before):
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    counts = [segment.entries for segment in manifest.segments]
+    batches = select(manifest, STREAM, Selection())
+    records = next(batches)
+    manifest.remove_first(3)
+    for batch in batches:
+        records += batch
+    assert records == before[: counts[0]] + before[sum(counts[:3]) :]
+
+    batches = select(Manifest.load(manifest.folder), STREAM, Selection())
+    assert next(batches)
+    manifest.segments[4].path.unlink()
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        list(batches)
+
+
+async def test_a_lookup_misses_no_file_whose_footer_is_damaged(keys, run_dir):
+    """It may hold what is looked for: without its bounds that is not known."""
+    segment = Manifest.load(stream_folder(run_dir, STREAM)).segments[1]
+    segment.path.write_bytes(segment.path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ArchiveError, match="cannot be read") as caught:
+        await read_trajectories(History(keys.run_id, run_dir, None), 25)
+    assert str(segment.path) in str(caught.value)
+
+
 async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, run_dir, monkeypatch):
     folder = stream_folder(run_dir, STREAM)
     segments = Manifest.load(folder).segments

@@ -46,6 +46,11 @@ def test_a_reason_names_the_users_line_and_not_the_librarys() -> None:
             "SyntaxError: bad (<string>, line 1) (my.py, line 9)",
             False,
         ),
+        (
+            "no answer in 5 s: score (my.py, line 4), in read (ssl.py, line 1166)",
+            "no answer in 5 s: score (my.py, line 4), in connect (socket.py, line 836)",
+            True,
+        ),
         ("a.example answered 500: id 17", "a.example answered 500: id 18", True),
     ],
 )

@@ -85,6 +85,33 @@ def test_records_that_cannot_be_are_refused(tmp_path, info, position):
         read_delta(writer.path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (b'"00000001":', b'"00000002":', "records and headers do not match: 2 and 2"),
+        (b'"shape"', b'"shade"', "its header lacks 'shape'"),
+        (b'"dtype":"U8"', b'"dtype":"U7"', "00000000 has the dtype U7"),
+    ],
+)
+def test_a_header_that_is_damaged_is_refused_in_plain_words(tmp_path, before, after, said):
+    path = write(tmp_path / "a.safetensors", (BIG, [5], [1]), (WIDE, 0, [3]))
+    whole = path.read_bytes()
+    assert before in whole
+    path.write_bytes(whole.replace(before, after, 1))
+    with pytest.raises(WeightsError, match=said):
+        read_delta(path)
+
+
+def test_a_record_without_a_header_is_not_left_out(tmp_path):
+    writer = DeltaWriter(tmp_path / "a.safetensors")
+    writer.add(BIG, np.array([5]), np.array([1], np.uint16))
+    writer.add(BIG, np.array([WINDOW]), np.array([2], np.uint16))
+    del writer._headers[1]
+    writer.write()
+    with pytest.raises(WeightsError, match="records and headers do not match: 2 and 1"):
+        read_delta(writer.path)
+
+
 def test_deltas_of_different_tensors_under_one_name_are_refused(tmp_path):
     first = write(tmp_path / "a.safetensors", (WIDE, [0], [1]))
     second = write(tmp_path / "b.safetensors", (TensorInfo("scale", "F32", (9,)), [0], [1]))
