@@ -12,7 +12,7 @@ from tests.support.training import commits_of, lose_tail, publish_group
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import archive_run
-from tidemill.common.archive.manifest import Manifest, is_needed, note_needed
+from tidemill.common.archive.manifest import OLD_MANIFEST, Manifest, is_needed, note_needed
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
@@ -80,17 +80,26 @@ async def test_a_run_that_begins_reads_no_history_and_one_that_goes_on_does(
     assert [commit.step for commit in await commits_of(broker, keys)] == list(range(6))
 
 
+@pytest.mark.parametrize("stream", [StreamName.PROMPTS, StreamName.COMMITS])
 async def test_a_run_begins_where_neither_redis_nor_the_archive_has_had_a_ticket_or_a_commit(
-    make, broker, keys
+    make, broker, keys, stream
 ):
     context = make(**TIGHT)
     archived = ArchivedHistory(context)
     assert await archived.is_empty()
-    await broker.execute("XADD", keys.prompts(), "1-0", "odd", b"x")
+    await broker.execute("XADD", stream.key(keys), "1-0", "odd", b"x")
     assert not await archived.is_empty()
-    await archive(broker, keys, context.run_dir, StreamName.PROMPTS)
-    await broker.execute("DEL", keys.prompts())
+    await archive(broker, keys, context.run_dir, stream)
+    await broker.execute("DEL", stream.key(keys))
     assert not await archived.is_empty(), "the archive has it"
+
+
+async def test_an_archive_that_cannot_be_read_is_not_taken_for_an_empty_one(make, broker, keys):
+    context = make(**TIGHT)
+    folder = stream_folder(context.run_dir, StreamName.PROMPTS)
+    folder.mkdir(parents=True)
+    (folder / OLD_MANIFEST).touch()
+    assert not await ArchivedHistory(context).is_empty()
 
 
 @pytest.mark.parametrize("loss", ["the disk", "the last file", "a file in the middle", "bytes of a file"])

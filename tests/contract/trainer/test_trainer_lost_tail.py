@@ -29,6 +29,7 @@ from tidemill.common.wire.keys import Keys, StreamName
 from tidemill.common.wire.messages import Lane, Ticket, WeightManifest
 from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
+from tidemill.services.trainer.durable.commits import CommitJournal
 from tidemill.services.trainer.trainer import Trainer
 
 
@@ -247,6 +248,32 @@ class TestEmptied:
         await self.assert_whole(broker, keys)
         evaluations = (await read_state(broker, keys))["evaluations"]
         assert [(item["version"], item["set"]) for item in evaluations] == [(0, "held"), (6, "held")]
+
+    async def test_a_run_with_a_checkpoint_does_not_begin_again(self, make, broker, keys, answers):
+        """Its journal is gone too: Redis could not be given back the commits below the checkpoint."""
+        context = make(checkpoint_every=1)
+        await crash_after_commit(context, 4)
+        await empty(broker, keys)
+        (context.run_dir / "commits.jsonl").unlink()
+        with pytest.raises(TidemillError, match=r"commits of steps 0 to 3.*Restore"):
+            await run(make(checkpoint_every=1))
+        assert not await commits_of(broker, keys)
+
+    async def test_a_run_that_begins_again_forgets_the_commits_that_only_its_journal_has(
+        self, make, broker, keys
+    ):
+        """No checkpoint covers them, so they cannot be replayed."""
+        context = make(checkpoint_every=100)
+        async with answering(broker, keys):
+            await crash_after_commit(context, 1)
+        assert CommitJournal(context.run_dir).steps == range(2)
+        await empty(broker, keys)
+        serving = asyncio.ensure_future(run(make(checkpoint_every=100)))
+        await wait_until(lambda: has_tickets(broker, keys, 2 * GROUPS))
+        assert CommitJournal(context.run_dir).steps == range(0)
+        async with answering(broker, keys):
+            await serving
+        await self.assert_whole(broker, keys)
 
     async def test_a_trainer_that_dies_right_after_it_leaves_a_run_to_go_on_with(
         self, make, broker, keys, monkeypatch

@@ -105,6 +105,22 @@ async def test_what_was_replaced_before_a_stop_is_reported_after_it(make, broker
     assert sorted(t for commit in commits for t in commit.groups) == list(range(1, 6 * GROUPS + 1))
 
 
+async def test_what_was_replaced_before_a_crash_without_any_commit_is_replaced_once(make, broker, keys):
+    """Neither checkpoint nor journal says that the run has begun: only the stream of tickets does."""
+    serving = asyncio.ensure_future(run(make(max_staleness=0)))
+    await wait_until(lambda: has_tickets(broker, keys, GROUPS))
+    await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="1-0", error="refused", ticket=0))
+    await wait_until(lambda: has_tickets(broker, keys, GROUPS + 1))
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    async with answering(broker, keys):
+        await run(make(max_staleness=0))
+    commits = await commits_of(broker, keys)
+    assert (0, -1, "replaced before a restart") in commits[0].dropped
+    assert sorted(t for commit in commits for t in commit.groups) == list(range(1, 6 * GROUPS + 1))
+
+
 @pytest.mark.parametrize("order", ["in_order", "as_ready"])
 async def test_replacements_survive_crashes(make, broker, keys, order):
     """Every third group has equal rewards and is replaced; the trainer dies twice on the way."""
