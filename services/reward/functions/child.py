@@ -113,7 +113,9 @@ def main(descriptor: int, parent: int) -> None:
             threading.Thread(target=_beat_for_ever, args=(calls, send, has_started), daemon=True).start()
         except Exception as error:
             if not isinstance(error, ConfigError) and not is_machine_fault(error):
-                raise
+                # Not raised: the socket would close first, and the worker kill a process that still runs.
+                traceback.print_exc()
+                os._exit(1)
             send(startup_failure(error))
             return
         _has_used_signals.clear()  # what the function's import did does not count
