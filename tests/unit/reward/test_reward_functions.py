@@ -262,6 +262,21 @@ def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> N
         load(source, "Agent", valu=1)
 
 
+@pytest.mark.parametrize("returned", ["1.0", "scores[1:]", "['no number'] * len(scores)"])
+def test_what_post_processing_returns_wrongly_is_an_error_of_its_line(load: Any, returned: str) -> None:
+    """As with the function itself: a run all of whose groups fail so has to end."""
+    source = f"""
+        class Agent:
+            def compute_score(self, solution_str): return 1.0
+            def post_process_scores(self, scores): return {returned}
+    """
+    agent = load(source, "Agent")
+    for scores in ([1.0, 2.0], [1.0, None]):
+        with pytest.raises(AttemptError, match=r"\(rewards0\.py, line 4\)") as caught:
+            run_through(agent.call(Request([sample()] * 2, scores=scores)))
+        assert caught.value.is_code_error
+
+
 BATCH = """
     def reward(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
         assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(solution_strs)
