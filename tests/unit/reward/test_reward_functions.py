@@ -202,6 +202,16 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
             r"logged None by log_extra\('note', ...\); expected a list .* \(rewards0.py, line 1\)",
             False,
         ),
+        (
+            "completions, log_extra, **kwargs): log_extra('note', 'abc'); return [1.0]",
+            "logged the text 'abc'",
+            False,
+        ),
+        (
+            "completions, log_extra, **kwargs): log_extra('note', {1: 2}); return [1.0]",
+            "logged a dict",
+            False,
+        ),
         ("solution_strs): return []", "returned 0 rewards; expected 1", False),
         ("solution_str): return 1 / 0", r"ZeroDivisionError: .* \(rewards0.py, line 1\)", False),
     ],
