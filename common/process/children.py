@@ -164,7 +164,20 @@ def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> soc
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # printing must not fail a call
     os.set_inheritable(descriptor, False)  # what users' code starts must not keep the socket open
-    return socket.socket(fileno=descriptor)
+    channel = socket.socket(fileno=descriptor)
+    _keep_from_forks(channel)
+    return channel
+
+
+def _keep_from_forks(channel: socket.socket) -> None:
+    """Have no child that users' code forks read frames or send any: both are its parent's."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+
+    def cut_off() -> None:
+        if channel.fileno() >= 0:
+            os.dup2(nowhere, channel.fileno(), inheritable=False)
+
+    os.register_at_fork(after_in_child=cut_off)
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,6 +1,7 @@
 """Loads users' code by name: `path/to/file.py:name` or `package.module:name`."""
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -49,8 +50,12 @@ def is_users_file(filename: str) -> bool:
 
 
 def defined_at(function: Callable[..., Any]) -> str:
-    """Where a function is defined, as `file.py, line 3`; empty where it has no source."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Where a function, what a partial wraps, or an object's `__call__` is defined, as `file.py, line 3`;
+    empty where it has no source."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    unwrapped = inspect.unwrap(function)
+    code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
     return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code is not None else ""
 
 

@@ -6,7 +6,9 @@ The process ends with the service.
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import signal
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -270,7 +272,11 @@ class WorkerProcess:
             self.kill()
             raise StartupError(f"importing {self._subject} took longer than {START_TIMEOUT_S:g} s")
         if self._first_frame.cancelled():  # by `_lose`: the socket was closed before the first frame
-            raise StartupError(await self._exit_reason())
+            is_ended_by_us = not self.is_sound
+            reason = await self._exit_reason()
+            # What kills a process that has only begun to start is the kernel, which needs its memory.
+            is_killed = self._process.returncode == -signal.SIGKILL and not is_ended_by_us
+            raise StartupError(reason, errno.ENOMEM if is_killed else 0)
         answer = self._first_frame.result()
         if "error" in answer:
             self.kill()

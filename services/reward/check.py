@@ -18,7 +18,7 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.data.dataset import PROMPT
 from tidemill.common.data.image_columns import text_of
-from tidemill.common.errors import ConfigError, ConfigErrors
+from tidemill.common.errors import ConfigError, ConfigErrors, MachineFaultError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Trajectory
@@ -115,8 +115,7 @@ def _check_columns(run: RunConfig, row: dict[str, Any], problems: Problems) -> N
     """Check that the row has the columns that functions in TRL's style require."""
     sample = _sample_of(row)
     for name, reward in run.reward.named.items():
-        scores = reward.scores_source(sample.trajectory.data_source, sample.trajectory.source)
-        if reward.function is None or not scores or "train" not in reward.lanes or problems.has(name):
+        if reward.function is None or not _scores(reward, sample) or problems.has(name):
             continue
         function = load_checked(name, reward, run.images is not None)
         if function.how.style is not Style.TRL:
@@ -129,6 +128,12 @@ def _check_columns(run: RunConfig, row: dict[str, Any], problems: Problems) -> N
                     f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, "
                     "or a default in the function."
                 ) from None
+
+
+def _scores(reward: NamedRewardConfig, sample: RewardSample) -> bool:
+    """Whether the reward scores this sample in training."""
+    trajectory = sample.trajectory
+    return "train" in reward.lanes and reward.scores_source(trajectory.data_source, trajectory.source)
 
 
 def needed_columns(run: RunConfig, problems: Problems) -> dict[str, list[str]]:
@@ -149,11 +154,12 @@ def needed_columns(run: RunConfig, problems: Problems) -> dict[str, list[str]]:
 
 def _forms(run: RunConfig, row: dict[str, Any], problems: Problems) -> list[str]:
     """A line on each function that gets text or chats, as the row's prompt is."""
+    sample = _sample_of(row)
     lines = []
     for name, reward in run.reward.named.items():
-        if reward.function is None or problems.has(name):
+        if reward.function is None or not _scores(reward, sample) or problems.has(name):
             continue
-        form = form_of_completions(load_checked(name, reward, run.images is not None), _sample_of(row))
+        form = form_of_completions(load_checked(name, reward, run.images is not None), sample)
         if form:
             lines.append(f"{form}: reward {name}")
     return lines
@@ -180,6 +186,9 @@ async def _call_functions(run: RunConfig, row: dict[str, Any], problems: Problem
             continue
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
+            continue
+        if not _scores(reward, _sample_of(row)):
+            lines.append(f"{name} was not called: it does not score the first training row")
             continue
         function = load_checked(name, reward, run.images is not None)
         if function.takes_pictures:
@@ -217,7 +226,7 @@ async def _value_for(
     sample = _sample_of(row, completion)
     try:
         outcome = await called.score(sample)
-    except AttemptError as error:
+    except (AttemptError, MachineFaultError) as error:
         form = form_of_completions(called.function, sample)
         hint = f". It gets {form}" if form else ""
         raise ConfigError(

@@ -356,10 +356,13 @@ def interpret_list(
 
 def _logged_list(name: Any, items: Any) -> list[Any]:
     try:
-        values = iter(items)
+        # The letters of a text, and the keys of a map, are the values of no completion.
+        values = None if isinstance(items, str | bytes | Mapping) else iter(items)
     except TypeError:
+        values = None
+    if values is None:
         problem = f"logged {_kind(items)} by log_extra({_text(name)!r}, ...)"
-        raise AttemptError(f"{problem}; expected a list with one value for each completion") from None
+        raise AttemptError(f"{problem}; expected a list with one value for each completion")
     return list(values)
 
 

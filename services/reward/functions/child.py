@@ -46,6 +46,7 @@ from tidemill.common.process.children import (
     startup_failure,
 )
 from tidemill.common.process.shortage import NO_THREAD, is_machine_fault
+from tidemill.common.process.users_code import is_users_file
 from tidemill.services.reward.functions.request import (
     RAISE_LIMIT,
     Callee,
@@ -81,7 +82,11 @@ LEAST_S = 0.05
 CALLER = "services/reward/functions/reward_function.py"
 IMPORTLIB = "<frozen importlib"
 """Files of frames that import a module."""
-OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
+OUR_FILES = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(asyncio.__file__).parent}{os.sep}",
+    str(contextlib.__file__),
+)
 
 _has_used_signals = threading.Event()
 _thread = threading.local()
@@ -113,7 +118,9 @@ def main(descriptor: int, parent: int) -> None:
             threading.Thread(target=_beat_for_ever, args=(calls, send, has_started), daemon=True).start()
         except Exception as error:
             if not isinstance(error, ConfigError) and not is_machine_fault(error):
-                raise
+                # Not raised: the socket would close first, and the worker kill a process that still runs.
+                traceback.print_exc()
+                os._exit(1)
             send(startup_failure(error))
             return
         _has_used_signals.clear()  # what the function's import did does not count
@@ -596,7 +603,10 @@ def _where(stack: Sequence[traceback.FrameSummary]) -> str:
     lines = [frame for frame in inside if not frame.filename.startswith("<")]
     if not lines:
         return ""
-    first = next((frame for frame in lines if not _is_ours(frame.filename)), lines[-1])
+    # The user's own, also where a decorator of a package calls it; else that of a package.
+    candidates = [frame for frame in lines if is_users_file(frame.filename)]
+    candidates += [frame for frame in lines if not _is_ours(frame.filename)]
+    first = candidates[0] if candidates else lines[-1]
     text = _line_of(first)
     if any(frame.filename.startswith(IMPORTLIB) for frame in inside):
         return f"{text}, while importing; import at the top of the file, which counts against no call"
@@ -604,7 +614,7 @@ def _where(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return any(text in file for text in OUR_FILES)
+    return file.startswith(OUR_FILES)
 
 
 def _line_of(frame: traceback.FrameSummary) -> str:

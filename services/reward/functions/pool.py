@@ -352,7 +352,9 @@ class ProcessPool:
                     self._crashing[_identity(request)] = None
                     while len(self._crashing) > MAX_REMEMBERED_CALLS:
                         self._crashing.popitem(last=False)
-                    raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
+                    raise AttemptError(
+                        str(lost), is_timeout=lost.is_timeout, may_be_machines=not lost.is_timeout
+                    ) from None
                 if lost.num_suspects:  # halved each time, so the crashing call is soon alone
                     num_together = max(1, min(num_together, lost.num_suspects) // 2)
             except MainThreadError:
@@ -584,7 +586,7 @@ class ScoringProcess(WorkerProcess):
         except StartupError as error:
             if error.shortage:
                 raise make_fault(error.shortage, "the scoring process could not start", str(error)) from None
-            raise AttemptError(str(error)) from None
+            raise AttemptError(str(error), may_be_machines=True) from None
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         number = self._begin_call(request, timeout_s, answer)
         timer = None

@@ -4,10 +4,12 @@ Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` 
 socket in frames (`common/process/children.py`).
 """
 
+import os
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
@@ -123,14 +125,34 @@ def run_through(work: Coroutine[Any, Any, T]) -> T:
 async def answer_to(function: Callee, call: dict[str, Any]) -> dict[str, Any]:
     """Run a call that came over the socket. Returns its outcomes, or its failure, as plain values.
 
+    A child that the function has forked, and that comes back from it, ends here: it must not answer for its
+    parent.
+
     Example: `{"outcomes": [{"value": 1.0}]}`, or `{"failure": {"status": "timeout", "error": "no result"}}`.
     """
+    pid = os.getpid()
     try:
         with users_own():
             outcomes = await function.call(Request.from_wire(call))
     except AttemptError as error:
+        if os.getpid() != pid:
+            _end_fork(error.__cause__)
         return failure_to_wire(error)
+    if os.getpid() != pid:
+        _end_fork(None)
     return {"outcomes": [outcome.to_wire() for outcome in outcomes]}
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End a child of a fork, with the exit code that Python gives such a program: its parent may read it."""
+    code = 0
+    if isinstance(error, SystemExit):
+        is_text = error.code is not None and not isinstance(error.code, int)
+        code = 1 if is_text else int(error.code or 0)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    os._exit(code & 0xFF)
 
 
 def failure_to_wire(error: AttemptError) -> dict[str, Any]:

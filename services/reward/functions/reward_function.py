@@ -170,23 +170,29 @@ class RewardFunction(Callee):
         if not values:
             return [RewardOutcome(None) for _ in scores]
         try:
-            return interpret_list(await self._call_post_process(list(scores)), len(scores))
+            return await self._call_post_process(list(scores))
         except TypeError:
             if len(values) == len(scores):
                 raise
-        new = iter(interpret_list(await self._call_post_process(list(values)), len(values)))
+        new = iter(await self._call_post_process(list(values)))
         return [RewardOutcome(None) if score is None else next(new) for score in scores]
 
-    async def _call_post_process(self, scores: list[Any]) -> Any:
-        """What `post_process` returns. It may be plain while `compute_score` is async (then it runs in a
-        thread), or the reverse."""
+    async def _call_post_process(self, scores: list[Any]) -> list[RewardOutcome]:
+        """What `post_process` makes of the scores. It may be plain while `compute_score` is async (then it
+        runs in a thread), or the reverse."""
         assert self.post_process is not None
+        returned: Any
         if is_async(self.post_process):
             work = self.post_process(scores)
-            return await work if self.is_async else run_main(work)
-        if self.is_async:
-            return await asyncio.to_thread(self.post_process, scores)
-        return self.post_process(scores)
+            returned = await work if self.is_async else run_main(work)
+        elif self.is_async:
+            returned = await asyncio.to_thread(self.post_process, scores)
+        else:
+            returned = self.post_process(scores)
+        try:
+            return interpret_list(returned, len(scores))
+        except AttemptError as error:
+            raise returned_error(self.post_process, error) from None
 
 
 def returned_error(function: Callable[..., Any], error: AttemptError) -> AttemptError:

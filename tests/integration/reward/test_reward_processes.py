@@ -333,6 +333,50 @@ async def test_a_process_that_cannot_send_answers_ends_with_the_reason(tmp_path:
         assert (await pool.score("pass")).value == 1.0
 
 
+FORKS = """
+pid = os.fork()
+if pid == 0:
+    {ends}
+_, status = os.waitpid(pid, 0)
+assert os.waitstatus_to_exitcode(status) == {code}
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("raise ValueError", 1)],
+)
+async def test_a_child_that_a_function_forks_ends_and_does_not_answer_for_it(tmp_path, name, ends, code):
+    async with pool_of(tmp_path, name) as pool:
+        for index in range(3):
+            outcome = await pool.score(FORKS.format(ends=ends, code=code), index=index)
+            assert (outcome.value, outcome.components["pid"]) == (1.0, pool._processes[0].pid)
+
+
+async def test_a_forked_child_that_returns_is_not_taken_for_the_function(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        for index in range(3):
+            outcome = await pool.score("if os.fork(): time.sleep(0.2)", index=index)
+            assert outcome.components["pid"] == pool._processes[0].pid
+
+
+FORKS_AND_BLOCKS = """
+if os.fork():
+    time.sleep(1)  # meanwhile its loop reads no calls
+else:
+    while True: await asyncio.sleep(0)
+"""
+
+
+async def test_a_forked_child_of_an_async_function_takes_no_calls_from_its_parent(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "awaited") as pool:
+        forking = asyncio.create_task(pool.score(FORKS_AND_BLOCKS, name="forking"))
+        await wait_until(lambda: pid_of(tmp_path, "forking"))
+        outcomes = await asyncio.gather(forking, *(pool.score(AWAIT, index=index) for index in range(1, 9)))
+        assert {outcome.components["pid"] for outcome in outcomes} == {pool._processes[0].pid}
+
+
 CANNOT_ANSWER_IN_A_THREAD = """
 import tidemill.common.process.children as module
 def packed(frame, pack=module.frame_of, threading=threading):

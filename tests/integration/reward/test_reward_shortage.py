@@ -152,8 +152,51 @@ async def test_what_a_function_says_of_the_machine_counts_where_our_own_start_fa
         monkeypatch.setattr(pool, "find_shortage", lambda: short)
         with pytest.raises(MachineFaultError):
             await score("raise OSError(24, 'Too many open files')")
+        with pytest.raises(MachineFaultError):  # what a process dies of may be the machine's, too
+            await score("os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(AttemptError):
             await score("raise ValueError('no number')")
+    finally:
+        await execution.close()
+
+
+DIES_AT_ITS_START = """
+    import os, signal
+    from pathlib import Path
+
+    FLAG = Path({flag!r})
+    if not FLAG.exists():
+        FLAG.touch()
+        {death}
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "is_short"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", False), ("os._exit(1)", True)],
+)
+async def test_a_scoring_process_that_dies_at_its_start_for_lack_of_memory_costs_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str, is_short: bool
+) -> None:
+    """The kernel kills it, or Python ends as it cannot load a library: our own start fails as well then."""
+    function = tmp_path / "mine.py"
+    flag = tmp_path / "died"
+    function.write_text(dedent(DIES_AT_ITS_START).format(flag=str(flag), death=death))
+    flag.touch()
+    execution = Execution(load_function(f"{function}:compute_score", {}), num_processes=1)
+    request = Request([make_sample((0, 0), False, "", "", "sample")])
+    flag.unlink()
+    short = make_fault(errno.ENOMEM, "no memory could be taken", "MemoryError") if is_short else None
+    monkeypatch.setattr(pool, "find_shortage", lambda: short)
+    try:
+        with pytest.raises(MachineFaultError) as caught:
+            await execution.run(request, 60)
+        assert caught.value.number == errno.ENOMEM
+        (outcome,) = await execution.run(request, 60)
+        assert outcome.value == 1.0
     finally:
         await execution.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S
 from tidemill.common.process.children import frame_of
-from tidemill.services.reward.functions import child
+from tidemill.services.reward.functions import child, reward_function
 from tidemill.services.reward.functions.child import LoopCalls
 from tidemill.services.reward.functions.request import Callee, Request
 from tidemill.services.reward.outcome import RewardOutcome
@@ -37,14 +37,20 @@ def frame(file: str, line: int, name: str) -> FrameSummary:
     return FrameSummary(file, line, name)
 
 
-OURS = frame("/x/services/reward/functions/reward_function.py", 9, "call")
+OURS = frame(str(reward_function.__file__), 9, "call")
 MINE = frame("/home/me/mine.py", 3, "judge")
+IN_A_FOLDER_LIKE_OURS = frame("/home/me/asyncio/services/reward/mine.py", 3, "judge")
+SLEEP = frame(str(asyncio.tasks.__file__), 1, "sleep")
+DECORATOR = frame(str(pytest.__file__), 1, "wrapped")
 
 
 @pytest.mark.parametrize(
     ("inside", "where"),
     [
         ([MINE], "judge (mine.py, line 3)"),
+        ([IN_A_FOLDER_LIKE_OURS, SLEEP], "judge (mine.py, line 3), in sleep (tasks.py, line 1)"),
+        ([DECORATOR, MINE, SLEEP], "judge (mine.py, line 3), in sleep (tasks.py, line 1)"),
+        ([DECORATOR, SLEEP], "wrapped (__init__.py, line 1), in sleep (tasks.py, line 1)"),
         ([MINE, frame("/lib/ssl.py", 7, "load")], "judge (mine.py, line 3), in load (ssl.py, line 7)"),
         # Made while the program runs: there is no such line to look at.
         ([MINE, frame("<string>", 0, "<module>")], "judge (mine.py, line 3)"),

@@ -202,6 +202,16 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
             r"logged None by log_extra\('note', ...\); expected a list .* \(rewards0.py, line 1\)",
             False,
         ),
+        (
+            "completions, log_extra, **kwargs): log_extra('note', 'abc'); return [1.0]",
+            "logged the text 'abc'",
+            False,
+        ),
+        (
+            "completions, log_extra, **kwargs): log_extra('note', {1: 2}); return [1.0]",
+            "logged a dict",
+            False,
+        ),
         ("solution_strs): return []", "returned 0 rewards; expected 1", False),
         ("solution_str): return 1 / 0", r"ZeroDivisionError: .* \(rewards0.py, line 1\)", False),
     ],
@@ -260,6 +270,21 @@ def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> N
     assert [outcome.value for outcome in changed] == [2.0, None, 3.0]
     with pytest.raises(ConfigError, match="does not fit the constructor"):
         load(source, "Agent", valu=1)
+
+
+@pytest.mark.parametrize("returned", ["1.0", "scores[1:]", "['no number'] * len(scores)"])
+def test_what_post_processing_returns_wrongly_is_an_error_of_its_line(load: Any, returned: str) -> None:
+    """As with the function itself: a run all of whose groups fail so has to end."""
+    source = f"""
+        class Agent:
+            def compute_score(self, solution_str): return 1.0
+            def post_process_scores(self, scores): return {returned}
+    """
+    agent = load(source, "Agent")
+    for scores in ([1.0, 2.0], [1.0, None]):
+        with pytest.raises(AttemptError, match=r"\(rewards0\.py, line 4\)") as caught:
+            run_through(agent.call(Request([sample()] * 2, scores=scores)))
+        assert caught.value.is_code_error
 
 
 BATCH = """

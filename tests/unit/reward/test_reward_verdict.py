@@ -1,5 +1,6 @@
 """From a judge's words to a number: what counts as a verdict, and that nothing else ever becomes a number."""
 
+import errno
 import json
 import re
 import time
@@ -15,7 +16,9 @@ from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
 from tidemill.common.errors import ConfigError, ConfigErrors
+from tidemill.common.process.shortage import make_fault
 from tidemill.services.reward.check import Problems, check, readings
+from tidemill.services.reward.functions import pool
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from tidemill.services.reward.remote.judge import JudgePrompt, Verdict
@@ -370,6 +373,29 @@ def test_the_check_names_every_reward_that_is_wrong_and_its_field(tmp_path):
     for begin in begins:
         assert sum(problem.startswith(begin) for problem in problems) == 1, begin
     assert len(problems) == len(begins)
+
+
+def test_a_machine_that_is_short_of_something_is_the_reason_that_the_check_gives(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def leaks(solution_str): raise OSError(24, 'Too many open files')")
+    short = make_fault(errno.EMFILE, "a process could not be started", "OSError")
+    monkeypatch.setattr(pool, "find_shortage", lambda: short)
+    config = run_of({"f": {"function": f"{tmp_path}/mine.py:leaks"}}).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"reward f: .*ulimit -n"):
+        check({"config": config, "row": ROW, "calls": True})
+
+
+@pytest.mark.parametrize("fields", [{"applies_to": ["code"]}, {"sources": ["others"]}, {"lanes": ["eval"]}])
+def test_the_check_calls_no_function_with_a_row_that_it_does_not_score(tmp_path, fields):
+    (tmp_path / "mine.py").write_text("def code(completions, ground_truth): return [ground_truth['tests']]")
+    function = {"function": f"{tmp_path}/mine.py:code"}
+    config = make_config(
+        reward={"rewards": {"code": function | fields, "exact": {"function": "exact_match"}}},
+        data={"train": [{"name": name, "path": f"{name}.jsonl"} for name in ("train", "others")]},
+    ).model_dump(mode="json")
+    request = {"config": config, "row": {**ROW, "source": "train"}, "calls": True}
+    answer = check(request)
+    assert [line.startswith("code was not called") for line in answer["called"]] == [True, False]
+    assert answer["gets"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What fails is counted by its cause, and its reason names the user's line."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_a_reason_names_the_users_line_and_not_the_librarys() -> None:
     assert raised_at(caught.value) == f"test_failures.py, line {first + 1}"
     assert defined_at(parses) == f"test_failures.py, line {first}"
     assert raised_at(ValueError("never raised")) == "" and defined_at(len) == ""
+
+
+class Called:
+    def __call__(self) -> None: ...
+
+
+def test_a_partial_and_an_object_are_defined_where_their_function_is() -> None:
+    called = Called.__call__.__code__.co_firstlineno
+    first = parses.__code__.co_firstlineno
+    assert defined_at(partial(partial(parses), "{")) == f"test_failures.py, line {first}"
+    assert defined_at(Called()) == f"test_failures.py, line {called}"
 
 
 @pytest.mark.parametrize(
