@@ -34,9 +34,9 @@ from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher
 from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import (
+    ClassifyRequest,
     Inputs,
     LogprobsRequest,
-    ScoringRequest,
     TokenizeRequest,
     answer,
     completion,
@@ -194,9 +194,9 @@ class ScoringApp:
         (ids,) = await asyncio.to_thread(self.inputs.rows, request)
         return {"count": len(ids), "max_model_len": self.inputs.max_len, "tokens": ids}
 
-    async def _scored(self, http: Request) -> tuple[ScoringRequest, list[Any], int]:
+    async def _scored(self, http: Request) -> tuple[ClassifyRequest, list[Any], int]:
         """The request, the scores of each of its inputs, and its tokens."""
-        request = ScoringRequest.model_validate_json(await read_body(http))
+        request = ClassifyRequest.model_validate_json(await read_body(http))
         self._check_name(request.model)
         wanted = "token_classify" if self.model.kind == "token" else "classify"
         if request.task not in (None, wanted):

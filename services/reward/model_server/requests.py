@@ -29,7 +29,7 @@ NOT_OFFERED = {
 """Fields of vLLM that would change the score -> what to do instead; null and {} are accepted."""
 
 
-class ScoringRequest(BaseModel):
+class ClassifyRequest(BaseModel):
     """Body of /classify and /pooling: either `input` or `messages`."""
 
     model: str | None = None
@@ -128,7 +128,7 @@ class LogprobsRequest(BaseModel):
         return self
 
 
-class TokenizeRequest(ScoringRequest):
+class TokenizeRequest(ClassifyRequest):
     """Body of /tokenize: a text, or a chat."""
 
     input: str | None = Field(None, validation_alias="prompt")
@@ -181,7 +181,7 @@ class Inputs:
         if self._tokenizer is not None and not Path(path).exists():
             self.max_len = min(max_len, self._tokenizer.model_max_length)
 
-    def rows(self, request: ScoringRequest) -> list[list[int]]:
+    def rows(self, request: ClassifyRequest) -> list[list[int]]:
         """The rows of one request.
 
         Raises:
@@ -207,7 +207,7 @@ class Inputs:
                 )
         return rows
 
-    def _ids(self, request: ScoringRequest) -> list[list[int]]:
+    def _ids(self, request: ClassifyRequest) -> list[list[int]]:
         inputs: Any = [request.input] if isinstance(request.input, str) else request.input
         if inputs is None:
             return [self._encode(self._render(request), bool(request.add_special_tokens))]
@@ -219,7 +219,7 @@ class Inputs:
         ids: list[int] = self._needed()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _render(self, request: ScoringRequest) -> str:
+    def _render(self, request: ClassifyRequest) -> str:
         tokenizer = self._needed()
         if not (self._chat_template or tokenizer.chat_template):
             raise InputError(
@@ -244,7 +244,7 @@ class Inputs:
             raise InputError("the reward model has no tokenizer: send token ids, not text")
         return self._tokenizer
 
-    def _truncated(self, row: list[int], request: ScoringRequest) -> list[int]:
+    def _truncated(self, row: list[int], request: ClassifyRequest) -> list[int]:
         limit = request.truncate_prompt_tokens
         if limit is None:
             return row

@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.process.vllm_machine import machine_environment
 from tidemill.services.reward.model_server.options import ServerOptions
-from tidemill.services.reward.model_server.requests import Inputs, ScoringRequest
+from tidemill.services.reward.model_server.requests import ClassifyRequest, Inputs
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.reward.remote.reward_model import make_body
 
@@ -75,7 +75,7 @@ async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
         for reward in rewards:
             await reward._servers.close()
     inputs = Inputs(str(path), model.vocab_size, 128)
-    (chat,) = inputs.rows(ScoringRequest(**make_body(SAMPLE, RewardModelConfig(servers="rm"))))
+    (chat,) = inputs.rows(ClassifyRequest(**make_body(SAMPLE, RewardModelConfig(servers="rm"))))
     for outcome, scores in zip(outcomes, model.score([[5, 6, 7], chat]), strict=True):
         assert outcome.value == pytest.approx(float(scores[1]), abs=TOLERANCE)
 

@@ -200,6 +200,22 @@ async def test_a_version_whose_files_are_pruned_as_soon_as_it_is_written_is_load
     assert engine.can_patch, "the next version may be a delta"
 
 
+async def test_no_delta_is_taken_over_a_version_of_which_nothing_is_proven(engine, new_weights):
+    await engine.load(1, [new_weights], digest=str(digest_of(read_tensors([new_weights]).values())))
+    assert engine.can_patch
+    await engine.load(2, [new_weights], digest="of another kind")
+    assert not engine.can_patch
+
+
+async def test_memory_is_kept_for_the_tensors_of_a_model_on_a_cpu(folder: Path, monkeypatch) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(transformers, "keep_freed_memory", lambda: kept.append(True))
+    engine = make_engine(folder)
+    await engine.start()
+    await engine.close()
+    assert kept == [True]
+
+
 def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:
     config = MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

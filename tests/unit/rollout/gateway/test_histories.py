@@ -114,15 +114,44 @@ async def test_where_a_client_only_appends_all_that_was_sampled_stays(name: str,
     assert whole.startswith(f"{thought}Code: add(1)\n</code>{end}") and "Higher." in whole
 
 
-async def test_of_several_answers_to_one_question_the_one_with_the_longest_common_start_goes_on() -> None:
-    end = "<|im_end|>"
-    run = Run("qwen3", f"The one answer, at length{end}", f"The other answer, at length{end}", f"75{end}")
+@pytest.mark.parametrize(
+    ("answers", "number"),
+    [
+        (["It is, I think, the one", "It is, I think, the other"], 1),
+        (["It is, I think, the other", "It is, I think, the one"], 0),
+        (["It is, I think, the other", "It is, I think, the other"], 1),  # of equal ones the newest
+    ],
+)
+async def test_of_several_answers_to_one_question_the_one_with_the_longest_common_start_goes_on(
+    answers: list[str], number: int
+) -> None:
+    run = Run("qwen3", *(f"{answer}<|im_end|>" for answer in [*answers, "75"]))
     for _ in range(2):
         await run.session.answer(Question((USER,)), is_retry=False)
-    await run.say(USER, {"role": "assistant", "content": "The other answer, at length!"}, HIGHER)
+    await run.say(USER, {"role": "assistant", "content": "It is, I think, the other!"}, HIGHER)
     assert run.session.counts == {"forked": 1, "realigned": 1}
-    assert [len(history.recorder.turns) for history in run.session.histories.all] == [1, 2]
-    assert run.kept(1) == "The other answer, at length75"
+    assert [len(history.recorder.turns) for history in run.session.histories.all] == [
+        1 + (number == 0),
+        1 + (number == 1),
+    ]
+    assert run.kept(number) == "It is, I think, the other75"
+
+
+async def test_an_answer_of_which_the_client_has_no_token_is_forked_however_much_was_thought() -> None:
+    run = Run("qwen3", f"{THOUGHT}50<|im_end|>", "80<|im_end|>")
+    await run.say(USER)
+    await run.say(USER, {"role": "assistant", "content": "75"}, HIGHER)
+    run.check(forked=1)
+    assert run.kept() == f"{THOUGHT}50"
+
+
+async def test_what_a_client_appends_to_an_answer_that_had_ended_comes_before_its_end() -> None:
+    run = Run("qwen3", "50<|im_end|>", "80<|im_end|>")
+    await run.say(USER)
+    await run.say(USER, {"role": "assistant", "content": "50 or 51"}, HIGHER)
+    run.check(realigned=1)
+    whole = run.tokenizer.decode(run.session.histories.all[0].recorder.completion_ids)
+    assert whole.startswith("50 or 51<|im_end|>")
 
 
 async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched() -> None:

@@ -209,6 +209,14 @@ async def test_a_question_within_other_limits_or_for_another_tool_is_another_que
     assert anthropic_question({"messages": [USER]}).key == asked[0].key
 
 
+async def test_of_several_stop_sequences_the_one_that_comes_first_in_the_text_ends_it() -> None:
+    run = Run()
+    asking = await run.begin(USER, stop=("never", "End", "Obs"))
+    run.asked[-1].say("so 2 Obs: lies End")
+    answer = await asking
+    assert (answer.text, answer.finish, answer.stop_sequence) == ("so 2 ", "stop", "Obs")
+
+
 def test_a_question_with_other_tools_messages_or_prompt_is_another_question_within_whatever_limits():
     add = tool_of("add", "", {})
     find = tool_of("find", "", {})
