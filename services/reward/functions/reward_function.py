@@ -47,7 +47,9 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
-_OF_EVERY_ROW = ("data_source", "ground_truth")
+OF_EVERY_ROW = ("data_source", "ground_truth")
+THOUGHT = "thought"
+"""The argument with what the model thought, where the run parts that from the answer; else a column."""
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
@@ -255,7 +257,7 @@ def trl_arguments(
     not passed: rollout workers have them.
 
     Raises:
-        AttemptError: the function requires a column that the dataset does not have.
+        AttemptError: the function requires a column that no row has.
     """
     columns = [_columns(sample) for sample in samples]
     names = dict.fromkeys(name for row in columns for name in row)
@@ -271,13 +273,13 @@ def trl_arguments(
         "log_metric": log.metrics.__setitem__,
     }
     if samples[0].of_thought:
-        offered["thought"] = [sample.trajectory.thought or "" for sample in samples]
+        offered[THOUGHT] = [sample.trajectory.thought or "" for sample in samples]
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
     missing = sorted(how.required - offered.keys() - kwargs.keys() - {*how.picture_names})
     if missing:
         raise AttemptError(
-            f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
+            f"takes {', '.join(missing)}, which is no column of its row; it has {', '.join(names)}",
             is_final=True,
         )
     return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
@@ -285,8 +287,8 @@ def trl_arguments(
 
 def required_columns(how: CallConvention, kwargs: Kwargs) -> list[str]:
     """The dataset's columns that a function in TRL's style requires: its arguments without a default that
-    neither every call nor `kwargs` passes."""
-    passed = {*TRL_ARGUMENTS, *_OF_EVERY_ROW, "thought", "is_evaluation", *how.picture_names, *kwargs}
+    neither every call nor `kwargs` passes. Where the run parts thoughts, `THOUGHT` is passed, too."""
+    passed = {*TRL_ARGUMENTS, *OF_EVERY_ROW, "is_evaluation", *how.picture_names, *kwargs}
     return sorted(how.required - passed)
 
 

@@ -192,7 +192,7 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
 @pytest.mark.parametrize(
     ("source", "said", "is_final"),
     [
-        ("completions, solution): return [1.0]", "takes solution, which is no column of the dataset", True),
+        ("completions, solution): return [1.0]", "takes solution, which is no column of its row", True),
         ("completions, **kwargs): return 1.0", "returned a float; expected a list of 1", False),
         ("completions, **kwargs): return [1.0, 2.0]", "returned 2 rewards; expected 1", False),
         ("completions, **kwargs): return ['good']", "element 0 is the text 'good'", False),
