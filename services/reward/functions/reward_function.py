@@ -51,6 +51,7 @@ OF_EVERY_ROW = ("data_source", "ground_truth")
 THOUGHT = "thought"
 """The argument with what the model thought, where the run parts that from the answer; else a column."""
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
+GROUP_FIELD = "reward.group"
 EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
 
@@ -404,10 +405,10 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
     builtin = GROUP_FUNCTIONS.get(reference)
-    function = builtin or import_function(reference, "reward.group", tuple(GROUP_FUNCTIONS))
+    function = builtin or import_function(reference, GROUP_FIELD, tuple(GROUP_FUNCTIONS))
     if inspect.isclass(function):
-        raise ConfigError(f"reward.group {reference} is a class; expected {EXPECTED_OF_GROUPS}")
-    signature = signature_of(function, reference)
+        raise ConfigError(f"{GROUP_FIELD} {reference} is a class; expected {EXPECTED_OF_GROUPS}")
+    signature = signature_of(function, reference, GROUP_FIELD, EXPECTED_OF_GROUPS)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     takes_samples = takes_any or "samples" in signature.parameters
     passed = {"scores": None, **kwargs}
@@ -421,7 +422,7 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
     except TypeError as error:
         parameters = ", ".join(map(as_written, signature.parameters.values()))
         raise ConfigError(
-            f"reward.group {reference} takes ({parameters}): {error}; expected "
+            f"{GROUP_FIELD} {reference} takes ({parameters}): {error}; expected "
             f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
         ) from None
     return GroupFunction(
@@ -491,9 +492,10 @@ def import_function(reference: str, field_name: str, builtins: Sequence[str] = (
     """
     origin, _, name = reference.rpartition(":")
     if not origin or not name:
-        problem = "is no built-in reward" if builtins else "names no function"
+        problem = "is no built-in function" if builtins else "names no function"
         if reference.endswith(".py"):
-            problem = f"names no function in the file (write {reference}:compute_score)"
+            usual_name = "compute_score" if field_name == "reward.function" else "name"
+            problem = f"names no function in the file (write {reference}:{usual_name})"
         elif ":" in reference:
             problem = "is incomplete"
         elif close := difflib.get_close_matches(reference, builtins, n=1):
