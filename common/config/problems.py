@@ -147,19 +147,20 @@ def _remedy(item: Any) -> str:
     kind = item["type"]
     value = item["input"]
     names = _names_in(item["loc"])
-    name = names[-1] if names else ""
+    # A place in a list has no name.
+    beginning = f"{names[-1]}: " if names and not isinstance(item["loc"][-1], int) else ""
     information = _field_at(item["loc"])
     if kind in _SECTION_TYPES:
-        return _as_section(information, name, value)
+        return _as_section(information, beginning, value)
     if kind in _LIST_TYPES:
-        return f"write {name}: {_as_list(information, value)}"
+        return f"write {beginning}{_as_list(information, value)}"
     if kind == "dict_type":
         is_single = isinstance(value, str | int | float) and not isinstance(value, bool)
-        return f"write {name}: {_yaml({'NAME': value if is_single else 'VALUE'})}"
+        return f"write {beginning}{_yaml({'NAME': value if is_single else 'VALUE'})}"
     if kind == "string_type":
         if isinstance(value, list | tuple | dict):
             return "give one value"
-        return f"write it in quotes: {name}: {json.dumps(str(value))}"
+        return f"write it in quotes: {beginning}{json.dumps(str(value))}"
     if kind == "literal_error" and information is not None:
         options = [str(option) for option in _options_of(information.annotation)]
         close = difflib.get_close_matches(str(value), options, n=1)
@@ -169,6 +170,8 @@ def _remedy(item: Any) -> str:
 
 _MAIN_FIELDS = {
     "RewardConfig": "function",
+    "NamedRewardConfig": "function",
+    "SourceConfig": "path",
     "EnvironmentConfig": "use",
     "LoraConfig": "rank",
     "EvaluationConfig": "every",
@@ -179,10 +182,11 @@ _MAIN_FIELDS = {
 """The field that a user most likely means who gives a value in place of the section."""
 
 
-def _as_section(information: FieldInfo | None, name: str, value: Any) -> str:
+def _as_section(information: FieldInfo | None, beginning: str, value: Any) -> str:
     """How a value that stands in place of a section can be written within it, or which fields there are.
 
-    `reward: gsm8k` gives "write reward: {function: gsm8k}": `function` is the section's main field.
+    `reward: gsm8k` gives "write reward: {function: gsm8k}": `function` is the section's main field. Other
+    fields that it requires have a placeholder: "write {name: NAME, path: b.jsonl}".
     """
     section = _section_in(information.annotation) if information else RunConfig
     if section is None:
@@ -191,10 +195,12 @@ def _as_section(information: FieldInfo | None, name: str, value: Any) -> str:
     for field, inner in section.model_fields.items():
         is_text = isinstance(value, str)
         is_option = is_text and value in _options_of(inner.annotation)
-        is_main = field == main or (is_text and inner.is_required())
+        is_main = field == main if main else is_text and inner.is_required()
         has_type = type(value) in _types_of(inner.annotation)
         if is_option or (is_main and has_type):
-            return f"write {name}: {_yaml({field: value})}"
+            required = [name for name, each in section.model_fields.items() if each.is_required()]
+            placeholders = {name: name.upper() for name in required if name != field}
+            return f"write {beginning}{_yaml(placeholders | {field: value})}"
     return f"fields here: {', '.join(sorted(section.model_fields))}"
 
 

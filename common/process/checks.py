@@ -4,7 +4,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,27 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         _ask(Program.TRAINER_CHECK, algorithm.model_dump(mode="json"), subject)
 
 
-def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> Answer:
-    """Have a process of the reward service load every reward, as its workers will.
+def check_reward(
+    config: RunConfig, row: Row | None = None, calls: bool = False, columns: Collection[str] = ()
+) -> Answer:
+    """Have a process of the reward service load every reward, as its workers will. `columns` are those that
+    some training row has.
 
     With a row, the answer's `reads` has what judges and reward models would read of it, by their names, and
-    `gets` lines on functions that get text or chats, as the row's prompt is; with
-    `calls` too, every reward that is a function is called with that row, for an empty completion, for its
-    ground truth and for its prompt as completion; `called` has a line on each result.
+    `gets` lines on functions that get text or chats, as the row's prompt is; with `calls` too, every reward
+    that is a function is called with that row, if it has the columns that the function requires: for an empty
+    completion, for its ground truth and for its prompt as completion. `called` has a line on each result.
 
     Raises:
         ConfigError: one cannot be imported, or does not take what it will be given; a `ConfigErrors` where
             this is so of several.
     """
-    request = {"config": config.model_dump(mode="json"), "row": _fields(row), "calls": calls}
+    request = {
+        "config": config.model_dump(mode="json"),
+        "row": _fields(row),
+        "calls": calls,
+        "columns": sorted(columns),
+    }
     named = ", ".join(reward.function or name for name, reward in config.reward.named.items())
     return _ask(Program.REWARD_CHECK, request, f"reward {named}")
 

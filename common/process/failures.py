@@ -14,6 +14,8 @@ MAX_CAUSES = 16
 MAX_REASON_CHARS = 300
 MAX_CAUSE_CHARS = 80
 OTHER = "other causes"
+POST_PROCESSING = "post-processing of the group"
+"""What failed where a group's scores could not be changed; it begins the errors of these scores."""
 
 _LINE = re.compile(r"\(([^()]+, line \d+)\)")
 """`(my_reward.py, line 4)`, anywhere in a reason."""

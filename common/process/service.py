@@ -26,7 +26,7 @@ import structlog
 
 from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, StreamsConfig, load_config, load_recorded, override_config
-from tidemill.common.errors import OutageError, TidemillError, first_cause
+from tidemill.common.errors import OutageError, TidemillError, UnreachableError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.heartbeats import (
     BLOCKING,
@@ -237,11 +237,12 @@ async def _serve_to_the_end(role: str, options: argparse.Namespace, load: Callab
 
 async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
     keys = Keys(options.run)
-    if role != TRAINER:
-        _find_address(runs_dir() / keys.run_id / ADDRESS_FILE)
+    address_file = runs_dir() / keys.run_id / ADDRESS_FILE
+    is_found = role != TRAINER and _find_address(address_file)
     shutdown = Shutdown()
     shutdown.handle_signals()  # before the first wait: a stop must end that, too
-    broker = await unless_set(shutdown.stopping, Broker.connect())
+    connecting = _connect_to_found(address_file) if is_found else Broker.connect()
+    broker = await unless_set(shutdown.stopping, connecting)
     if broker is None:
         return _stop_unbegun()
     shutdown.broker = broker
@@ -307,15 +308,15 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
         await broker.close()
 
 
-def _find_address(file: Path) -> None:
+def _find_address(file: Path) -> bool:
     """Take the address of the run's own Redis into the environment, where connections and child processes
-    read it, unless an address is there already.
+    read it, unless an address is there already. Returns whether it was taken.
 
     Raises:
         BrokerError: there is neither.
     """
     if os.environ.get(URL_VARIABLE):
-        return
+        return False
     problem = "is empty"
     address = ""
     try:
@@ -329,6 +330,24 @@ def _find_address(file: Path) -> None:
         )
     os.environ[URL_VARIABLE] = address
     log.info("joining the run's own Redis", address_in=str(file))
+    return True
+
+
+async def _connect_to_found(file: Path) -> Broker:
+    """Connect to the address that `_find_address` has found in this file.
+
+    Raises:
+        UnreachableError: nothing answers there.
+    """
+    try:
+        return await Broker.connect()
+    except UnreachableError as error:
+        # Of the same class: an outage is no mistake, and the service may start again.
+        raise type(error)(
+            f"the run's own Redis, whose address is in {file}, does not answer: its `{command_line('up')}` "
+            "was probably killed, or it runs on another machine and listens there alone. Resume the run, or "
+            f"set {URL_VARIABLE} to the address of its server. ({error})"
+        ) from None
 
 
 def _open_claims(run_dir: Path, streams: StreamsConfig, max_bytes: int) -> "ClaimStore":

@@ -1,6 +1,7 @@
 """`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
-The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
+The request has the run's `config`, a `row` of the dataset or null, `columns`, the names of columns that
+training rows have, and `calls`. With a row, the answer says
 what judges and reward models would read of it, which functions get text or chats, and in `columns` which
 columns each reward needs; with `calls` too, those that are functions are called with it, and `faults` says
 which of them compare a number with text. What is wrong with one reward hides no mistake of another. It runs
@@ -23,11 +24,11 @@ from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.reward_function import (
+    OF_EVERY_ROW,
+    THOUGHT,
     RewardFunction,
-    TrlLog,
     load_group_function,
     required_columns,
-    trl_arguments,
 )
 from tidemill.services.reward.functions.signature import Style
 from tidemill.services.reward.number_truths import find_number_faults
@@ -44,6 +45,9 @@ from tidemill.services.reward.sample import RewardSample
 COMPLETION = "(the completion)"
 GROUP = "reward.group"
 """Its name among the problems, beside those of rewards."""
+HINT_AT_THOUGHTS = (
+    " What the model thought is passed where the run parts it from the answer: model.special_tokens: parted."
+)
 TEMPLATED = "(the prompt in the policy's chat template)"
 
 
@@ -62,7 +66,7 @@ def check(request: Any) -> Answer:
             load_group_function(config.group, config.group_kwargs, run.images is not None)
     answer: Answer = {"reads": {}, "gets": [], "called": [], "faults": [], "columns": {}}
     if row is not None:
-        _check_columns(run, row, problems)
+        _check_columns(run, row, request["columns"], problems)
         answer["reads"] = readings(run, row, problems)
         answer["columns"] = needed_columns(run, problems)
         answer["gets"] = _forms(run, row, problems)
@@ -70,7 +74,7 @@ def check(request: Any) -> Answer:
             answer["called"] = run_main(_call_functions(run, row, problems))
     problems.raise_all()
     if row is not None and request["calls"]:
-        answer["faults"] = run_main(find_number_faults(run, _sample_of(row)))
+        answer["faults"] = run_main(find_number_faults(run, _sample_of(run, row)))
     return answer
 
 
@@ -111,23 +115,23 @@ def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
         )
 
 
-def _check_columns(run: RunConfig, row: dict[str, Any], problems: Problems) -> None:
-    """Check that the row has the columns that functions in TRL's style require."""
-    sample = _sample_of(row)
+def _check_columns(run: RunConfig, row: dict[str, Any], columns: list[str], problems: Problems) -> None:
+    """Check that the training rows have the columns that functions in TRL's style require; not each row."""
+    sample = _sample_of(run, row)
+    names = sorted({*columns, *row["extra"]})
     for name, reward in run.reward.named.items():
         if reward.function is None or not _scores(reward, sample) or problems.has(name):
             continue
-        function = load_checked(name, reward, run.images is not None)
-        if function.how.style is not Style.TRL:
-            continue
-        try:
-            trl_arguments(function.how, [sample], TrlLog(), {} if function.is_made else reward.kwargs)
-        except AttemptError as error:
+        unknown = [column for column in _required_columns(name, run) if column not in names]
+        if unknown:
+            listed = ", ".join([*OF_EVERY_ROW, *names])
+            hint = HINT_AT_THOUGHTS if THOUGHT in unknown else ""
             with problems.collecting(name):
                 raise ConfigError(
-                    f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, "
-                    "or a default in the function."
-                ) from None
+                    f"reward {name}: {reward.function} takes {', '.join(unknown)}, which is no column of the "
+                    f"dataset; it has {listed}. Add the column, give the argument in kwargs, or a default in "
+                    f"the function.{hint}"
+                )
 
 
 def _scores(reward: NamedRewardConfig, sample: RewardSample) -> bool:
@@ -143,18 +147,29 @@ def needed_columns(run: RunConfig, problems: Problems) -> dict[str, list[str]]:
     for name, reward in run.reward.named.items():
         if reward.teacher is not None and reward.teacher.prompt_column:
             columns[name] = [reward.teacher.prompt_column]
-        if reward.function is None or problems.has(name):
-            continue
-        function = load_checked(name, reward, run.images is not None)
-        if function.how.style is Style.TRL:
-            kwargs = {} if function.is_made else reward.kwargs
-            columns[name] = required_columns(function.how, kwargs)
+        if reward.function is not None and not problems.has(name):
+            columns[name] = _required_columns(name, run)
     return {name: required for name, required in columns.items() if required}
+
+
+def _required_columns(name: str, run: RunConfig) -> list[str]:
+    """The dataset's columns that a reward's function in TRL's style requires; of others none is known."""
+    reward = run.reward.named[name]
+    function = load_checked(name, reward, run.images is not None)
+    if function.how.style is not Style.TRL:
+        return []
+    required = required_columns(function.how, {} if function.is_made else reward.kwargs)
+    return [column for column in required if column != THOUGHT or not _parts_thoughts(run)]
+
+
+def _parts_thoughts(run: RunConfig) -> bool:
+    """Whether rewards get the model's thoughts. It is still `auto` where the model is not on this machine."""
+    return run.model.special_tokens in ("auto", "parted")
 
 
 def _forms(run: RunConfig, row: dict[str, Any], problems: Problems) -> list[str]:
     """A line on each function that gets text or chats, as the row's prompt is."""
-    sample = _sample_of(row)
+    sample = _sample_of(run, row)
     lines = []
     for name, reward in run.reward.named.items():
         if reward.function is None or not _scores(reward, sample) or problems.has(name):
@@ -187,18 +202,22 @@ async def _call_functions(run: RunConfig, row: dict[str, Any], problems: Problem
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
             continue
-        if not _scores(reward, _sample_of(row)):
+        if not _scores(reward, _sample_of(run, row)):
             lines.append(f"{name} was not called: it does not score the first training row")
             continue
         function = load_checked(name, reward, run.images is not None)
         if function.takes_pictures:
             lines.append(f"{name} was not called: it takes pictures, which are stored as a run starts")
             continue
+        missing = [column for column in _required_columns(name, run) if column not in row["extra"]]
+        if missing:
+            lines.append(f"{name} was not called: the first training row has no {', '.join(missing)}")
+            continue
         called = FunctionReward(function, reward.timeout_s, num_processes=1)
         with problems.collecting(name):
             try:
                 values = [
-                    await _value_for(name, called, row, *completion) for completion in _completions(row)
+                    await _value_for(name, called, run, row, *completion) for completion in _completions(row)
                 ]
             finally:
                 await called.close()
@@ -220,10 +239,10 @@ def _completions(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 async def _value_for(
-    name: str, called: FunctionReward, row: dict[str, Any], input_name: str, completion: str
+    name: str, called: FunctionReward, run: RunConfig, row: dict[str, Any], input_name: str, completion: str
 ) -> str:
     """The score of one completion, in words. Raises ConfigError: it gives none."""
-    sample = _sample_of(row, completion)
+    sample = _sample_of(run, row, completion)
     try:
         outcome = await called.score(sample)
     except (AttemptError, MachineFaultError) as error:
@@ -242,7 +261,7 @@ def readings(run: RunConfig, row: dict[str, Any], problems: Problems) -> dict[st
     prompt = row["prompt"]
     extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]
     own_text = prompt if isinstance(prompt, str) else ""
-    sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own_text)
+    sample = _sample_of(run, {**row, "extra": extra}, COMPLETION, TEMPLATED, own_text)
     readings_by_name = {}
     for name, reward in run.reward.named.items():
         reading = kind_of(reward.kind).reading
@@ -263,7 +282,7 @@ def readings(run: RunConfig, row: dict[str, Any], problems: Problems) -> dict[st
 
 
 def _sample_of(
-    row: dict[str, Any], completion: str = "", prompt_text: str = "", own_text: str = ""
+    run: RunConfig, row: dict[str, Any], completion: str = "", prompt_text: str = "", own_text: str = ""
 ) -> RewardSample:
     none: Any = np.empty(0, dtype=np.int32)
     return RewardSample(
@@ -279,6 +298,7 @@ def _sample_of(
             prompt_text=prompt_text,
             own_text=own_text,
             text=completion,
+            thought="" if _parts_thoughts(run) else None,
             prompt_ids=none,
             completion_ids=none,
             logprobs=none.astype(np.float32),

@@ -26,9 +26,9 @@ def find_problems(run: "RunConfig") -> Rules:
         try:
             max_tokens = run.sampling_of(source).max_tokens
         except ValidationError as error:
-            (field,) = error.errors()[0]["loc"]
-            reason = error.errors()[0]["msg"]
-            raise ValueError(f"sampling.{field} of {whose}: {reason}") from None
+            from tidemill.common.config.problems import explain_problem
+
+            raise ValueError(f"sampling of {whose}: {explain_problem(error.errors()[0])}") from None
         if max_tokens > limit:
             yield (
                 f"sampling.max_tokens of {whose} ({max_tokens}) exceeds rollout.sampling.max_tokens "

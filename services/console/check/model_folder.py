@@ -150,16 +150,15 @@ def _count_unknown(name: str, prompts: Sequence[Row], ruler: Ruler) -> Iterator[
         )
 
 
-def describe_reading(model: ModelConfig) -> str:
-    """What rewards will see of a completion of this model, with an example; empty where its folder does not
-    say.
+def read_special_tokens(model: ModelConfig) -> TokenReader | None:
+    """What reads the completions of this model for rewards; None where its folder does not say.
 
     Raises:
         ConfigError: the model's special tokens cannot be read as `model.special_tokens` says.
     """
     folder = Path(model.path)
     if not (folder / TOKENIZER_FILE).is_file():
-        return ""
+        return None
     settings = _settings(folder / "tokenizer_config.json")
     ends: list[Any] = [
         _settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")
@@ -183,12 +182,17 @@ def describe_reading(model: ModelConfig) -> str:
             raise ValueError(str(error)) from None
 
     choice = choose(model.special_tokens, vocabulary, template.source if template else "", render)
-    written, reading = TokenReader(vocabulary, choice).example()
+    return TokenReader(vocabulary, choice)
+
+
+def describe_reading(model: ModelConfig, reader: TokenReader) -> str:
+    """What rewards will see of a completion of this model, with an example."""
+    written, reading = reader.example()
     sees = f"of {written!r} rewards see {reading.text!r}"
     if reading.thought is not None:
         sees += f", and the thought {reading.thought!r} in extra_info"
     is_auto = " (auto)" * (model.special_tokens == "auto")
-    return f"{sees}; special tokens are {choice.mode}{is_auto}"
+    return f"{sees}; special tokens are {reader.choice.mode}{is_auto}"
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -40,13 +40,14 @@ from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
-from tidemill.services.console.check.missing_columns import find_missing_columns
+from tidemill.services.console.check.missing_columns import EVALUATION, find_missing_columns
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
     check_lengths,
     check_teachers,
     describe_reading,
     inspect_model,
+    read_special_tokens,
 )
 from tidemill.services.console.check.pictures import bound_tokens, check_pictures
 from tidemill.services.console.check.placement import find_overlaps, named_gpus
@@ -245,6 +246,8 @@ class Findings:
     """Memory that the run takes on GPUs and hosts, where it was computed."""
     reading: str = ""
     """What rewards see of a completion, by an example; empty where the model is not here."""
+    special_tokens: str = ""
+    """What `model.special_tokens` means for the model; empty where the model is not here."""
     session: list[str] = field(default_factory=list)
     """Result of one session, with scripted answers in place of the model's."""
     notes: list[str] = field(default_factory=list)
@@ -367,8 +370,12 @@ def _look_at_model(findings: Findings) -> None:
 
 
 def _describe_reading(findings: Findings) -> None:
+    model = findings.config.model
     if findings.config.rollout.engine_traits.loads_model and findings.model and not findings.model.is_remote:
-        findings.reading = describe_reading(findings.config.model)
+        reader = read_special_tokens(model)
+        if reader is not None:
+            findings.special_tokens = reader.choice.mode
+            findings.reading = describe_reading(model, reader)
 
 
 def _check_pictures(findings: Findings, rows: Rows) -> None:
@@ -380,7 +387,16 @@ def _check_pictures(findings: Findings, rows: Rows) -> None:
 def _check_rewards(findings: Findings, rows: Rows, row: Row | None, calls_reward: bool) -> None:
     if row is not None:
         findings.gets = describe_arguments(row)
-    answer = check_reward(findings.config, row, calls_reward and row is not None)
+    config = findings.config
+    if findings.special_tokens:
+        # What `auto` means for this model: functions get its thoughts, or not.
+        model = config.model.model_copy(update={"special_tokens": findings.special_tokens})
+        config = config.model_copy(update={"model": model})
+    columns: set[str] = set()
+    for name, members in rows.items():
+        if not name.startswith(EVALUATION):
+            columns.update(*(each.extra for each in members))
+    answer = check_reward(config, row, calls_reward and row is not None, columns)
     findings.gets += answer["gets"]
     findings.rewards = answer["called"]
     findings.reads = answer["reads"]

@@ -39,7 +39,7 @@ from tidemill.common.run.state import (
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, TrajectoryKey
 from tidemill.services.console.commands import StatusOptions
-from tidemill.services.console.look.failed_scores import count_failed_scores, failing_lines, failure_rows
+from tidemill.services.console.look.failed_scores import FailedScores, failing_lines, failure_rows
 from tidemill.services.console.look.plots import plot_learning_curve
 from tidemill.services.console.run.folder import (
     PICTURE_FILE,
@@ -147,6 +147,8 @@ class RunSummary:
     """Trajectories left out, by reason."""
     failed_rewards: list[dict[str, Any]] = field(default_factory=list)
     """Rewards that failed, by reward and cause: what, kind, reason (of the last), count."""
+    failed_rewards_among: int | None = None
+    """Of how many newest scores; None: of all."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     """The best evaluated version, whose weights are kept: version, metric, value, weights."""
@@ -176,7 +178,10 @@ async def summarise(
     has_fixed_values = any(named.failure_value is not None for named in config.reward.rewards.values())
     # Scores are read only where some may have failed: there may be very many.
     if totals.has_failed_scores or has_fixed_values:
-        summary.failed_rewards = failure_rows(await count_failed_scores(history, config.reward))
+        failed_scores = FailedScores(config.reward)
+        await failed_scores.read(history)
+        summary.failed_rewards = failure_rows(failed_scores.failures)
+        summary.failed_rewards_among = None if failed_scores.is_complete else failed_scores.num_read
     summary.wall_s = round(wall_s, 3) or summary.wall_s
     summary.rollout_idle_share = rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))

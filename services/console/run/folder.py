@@ -147,10 +147,10 @@ class RunFolder:
 
     def address(self) -> str | None:
         """Address of this run's Redis: its own while it has one, else the environment's."""
-        try:
-            return self.address_file.read_text().strip()
-        except OSError:
-            return os.environ.get(URL_VARIABLE) or None
+        url = ""
+        with contextlib.suppress(OSError):  # while it is written, it is empty
+            url = self.address_file.read_text().strip()
+        return url or os.environ.get(URL_VARIABLE) or None
 
 
 def folder_of_runs(folder: str | Path | None) -> Path:

@@ -45,7 +45,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.look.archive import archive_rest
 from tidemill.services.console.look.bottleneck import ROLES, Bottleneck
-from tidemill.services.console.look.failed_scores import MAX_LINES, count_failed_scores
+from tidemill.services.console.look.failed_scores import FailedScores
 from tidemill.services.console.look.report import print_report, read_report, summarise, write_report
 from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
 from tidemill.services.console.run.end import RunEnd, started_now, write_end
@@ -357,13 +357,15 @@ class LocalRun:
         if self._is_ending_at_once:
             return ()
         history = History(self.keys.run_id, self.folder.path, broker)
+        failed_scores = FailedScores(self.config.reward)
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                failures = await count_failed_scores(history, self.config.reward)
-        except (TimeoutError, TidemillError) as error:  # the run still gets its end
-            log.warning("failed rewards were not counted", error=str(error))
-            return ()
-        return tuple(failure.in_words for failure in failures[:MAX_LINES])
+                await failed_scores.read(history)
+        except TimeoutError:  # Redis may be away, or there are very many
+            log.warning("not all failed rewards were counted", scores=failed_scores.num_read)
+        except TidemillError as error:  # the run still gets its end
+            log.warning("failed rewards were not counted to the end", error=str(error))
+        return tuple(failed_scores.lines)
 
     def _end(self, status: str, **values: Any) -> RunEnd:
         return replace(self._start, status=status, steps=self.snapshot.version, at=time.time(), **values)

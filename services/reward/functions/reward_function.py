@@ -47,8 +47,11 @@ from tidemill.services.reward.outcome import (
 )
 from tidemill.services.reward.sample import ChatMessages, RewardSample
 
-_OF_EVERY_ROW = ("data_source", "ground_truth")
+OF_EVERY_ROW = ("data_source", "ground_truth")
+THOUGHT = "thought"
+"""The argument with what the model thought, where the run parts that from the answer; else a column."""
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
+GROUP_FIELD = "reward.group"
 EXPECTED_OF_GROUPS = "function(scores, samples, **kwargs) -> list, plain or async"
 Kwargs = Mapping[str, Any]
 
@@ -261,7 +264,7 @@ def trl_arguments(
     not passed: rollout workers have them.
 
     Raises:
-        AttemptError: the function requires a column that the dataset does not have.
+        AttemptError: the function requires a column that no row has.
     """
     columns = [_columns(sample) for sample in samples]
     names = dict.fromkeys(name for row in columns for name in row)
@@ -277,13 +280,13 @@ def trl_arguments(
         "log_metric": log.metrics.__setitem__,
     }
     if samples[0].of_thought:
-        offered["thought"] = [sample.trajectory.thought or "" for sample in samples]
+        offered[THOUGHT] = [sample.trajectory.thought or "" for sample in samples]
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
     missing = sorted(how.required - offered.keys() - kwargs.keys() - {*how.picture_names})
     if missing:
         raise AttemptError(
-            f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
+            f"takes {', '.join(missing)}, which is no column of its row; it has {', '.join(names)}",
             is_final=True,
         )
     return how.taken(offered) | picture_lists(how, samples) | dict(kwargs)
@@ -291,8 +294,8 @@ def trl_arguments(
 
 def required_columns(how: CallConvention, kwargs: Kwargs) -> list[str]:
     """The dataset's columns that a function in TRL's style requires: its arguments without a default that
-    neither every call nor `kwargs` passes."""
-    passed = {*TRL_ARGUMENTS, *_OF_EVERY_ROW, "thought", "is_evaluation", *how.picture_names, *kwargs}
+    neither every call nor `kwargs` passes. Where the run parts thoughts, `THOUGHT` is passed, too."""
+    passed = {*TRL_ARGUMENTS, *OF_EVERY_ROW, "is_evaluation", *how.picture_names, *kwargs}
     return sorted(how.required - passed)
 
 
@@ -408,10 +411,10 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
     builtin = GROUP_FUNCTIONS.get(reference)
-    function = builtin or import_function(reference, "reward.group", tuple(GROUP_FUNCTIONS))
+    function = builtin or import_function(reference, GROUP_FIELD, tuple(GROUP_FUNCTIONS))
     if inspect.isclass(function):
-        raise ConfigError(f"reward.group {reference} is a class; expected {EXPECTED_OF_GROUPS}")
-    signature = signature_of(function, reference)
+        raise ConfigError(f"{GROUP_FIELD} {reference} is a class; expected {EXPECTED_OF_GROUPS}")
+    signature = signature_of(function, reference, GROUP_FIELD, EXPECTED_OF_GROUPS)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     takes_samples = takes_any or "samples" in signature.parameters
     passed = {"scores": None, **kwargs}
@@ -425,7 +428,7 @@ def load_group_function(reference: str, kwargs: Kwargs, has_pictures: bool = Fal
     except TypeError as error:
         parameters = ", ".join(map(as_written, signature.parameters.values()))
         raise ConfigError(
-            f"reward.group {reference} takes ({parameters}): {error}; expected "
+            f"{GROUP_FIELD} {reference} takes ({parameters}): {error}; expected "
             f"{EXPECTED_OF_GROUPS}, with further arguments from reward.group_kwargs"
         ) from None
     return GroupFunction(
@@ -495,9 +498,10 @@ def import_function(reference: str, field_name: str, builtins: Sequence[str] = (
     """
     origin, _, name = reference.rpartition(":")
     if not origin or not name:
-        problem = "is no built-in reward" if builtins else "names no function"
+        problem = "is no built-in function" if builtins else "names no function"
         if reference.endswith(".py"):
-            problem = f"names no function in the file (write {reference}:compute_score)"
+            usual_name = "compute_score" if field_name == "reward.function" else "name"
+            problem = f"names no function in the file (write {reference}:{usual_name})"
         elif ":" in reference:
             problem = "is incomplete"
         elif close := difflib.get_close_matches(reference, builtins, n=1):

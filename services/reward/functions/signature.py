@@ -129,13 +129,16 @@ def recognise(
     return call
 
 
-def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
-    """The function's signature. Raises ConfigError: it has none, as some functions written in C."""
+def signature_of(
+    function: Callable[..., Any], name: str, field_name: str = "reward.function", expected: str = EXPECTED
+) -> inspect.Signature:
+    """The signature of the function that this field of the config names. Raises ConfigError: it has none, as
+    some functions written in C; the message says what is `expected`."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"reward.function {name} does not say what it takes; wrap it in a Python function {EXPECTED}"
+            f"{field_name} {name} does not say what it takes; wrap it in a Python function {expected}"
         ) from None
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
-from tidemill.common.process.failures import Failure, FailureLog
+from tidemill.common.process.failures import POST_PROCESSING, Failure, FailureLog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery
 from tidemill.common.streams.consumer import Consumer
@@ -314,7 +314,7 @@ class PostProcessing:
             self.failures[failure.kind] += 1
             metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
             failed = RewardOutcome.failed(failure)
-            return [replace(failed, error=f"post-processing of the group: {failed.error}", tries=[])] * count
+            return [replace(failed, error=f"{POST_PROCESSING}: {failed.error}", tries=[])] * count
         return outcomes
 
 

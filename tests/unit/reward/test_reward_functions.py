@@ -14,7 +14,11 @@ from tidemill.common.config import NamedRewardConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.builtin import BUILTINS
 from tidemill.services.reward.functions.request import Request, run_through
-from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
+from tidemill.services.reward.functions.reward_function import (
+    RewardFunction,
+    load_function,
+    load_group_function,
+)
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.sample import RewardSample
@@ -192,7 +196,7 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
 @pytest.mark.parametrize(
     ("source", "said", "is_final"),
     [
-        ("completions, solution): return [1.0]", "takes solution, which is no column of the dataset", True),
+        ("completions, solution): return [1.0]", "takes solution, which is no column of its row", True),
         ("completions, **kwargs): return 1.0", "returned a float; expected a list of 1", False),
         ("completions, **kwargs): return [1.0, 2.0]", "returned 2 rewards; expected 1", False),
         ("completions, **kwargs): return ['good']", "element 0 is the text 'good'", False),
@@ -340,8 +344,8 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
 @pytest.mark.parametrize(
     ("reference", "kwargs", "expected"),
     [
-        ("gsm8", {}, "is no built-in reward; did you mean 'gsm8k'.*path/to/file.py:name"),
-        ("nonsense", {}, "is no built-in reward; expected one of gsm8k, math, exact_match"),
+        ("gsm8", {}, "is no built-in function; did you mean 'gsm8k'.*path/to/file.py:name"),
+        ("nonsense", {}, "is no built-in function; expected one of gsm8k, math, exact_match"),
         ("/nowhere/reward.py", {}, "names no function.*reward.py:compute_score"),
         ("/nowhere/reward.py:compute_score", {}, "/nowhere/reward.py does not exist"),
         ("reward.py:", {}, "is incomplete"),
@@ -366,3 +370,12 @@ def test_a_name_or_arguments_that_lead_nowhere_are_refused(tmp_path, reference, 
     (tmp_path / "imports.py").write_text("\n\nimport broken\n")
     with pytest.raises(ConfigError, match=expected):
         load_function(reference.format(folder=tmp_path), kwargs)
+
+
+@pytest.mark.parametrize(
+    "reference", ["builtins:max", "builtins:print", "rnk", "/nowhere/mine.py", "mine.py:", "builtins:dict"]
+)
+def test_what_is_wrong_with_a_function_of_groups_is_said_of_its_own_field(reference):
+    with pytest.raises(ConfigError, match=r"^reward\.group ") as caught:
+        load_group_function(reference, {})
+    assert "compute_score" not in str(caught.value)

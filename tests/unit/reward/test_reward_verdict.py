@@ -344,9 +344,31 @@ ROW = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"leve
 def test_the_check_refuses_what_would_fail_every_sample(tmp_path, rewards, said):
     (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
     config = run_of(rewards).model_dump_json().replace("FILE", f"{tmp_path}/mine.py")
-    request = {"config": json.loads(config), "row": ROW, "calls": False}
+    request = {"config": json.loads(config), "row": ROW, "columns": [], "calls": False}
     with pytest.raises(ConfigError, match=re.escape(said)) if said else nullcontext():
         check(request)
+
+
+def checked(source: str, columns: list[str], special_tokens: str = "auto") -> dict[str, Any]:
+    run = make_config(reward={"function": source}, model={"path": "m", "special_tokens": special_tokens})
+    return check({"config": run.model_dump(mode="json"), "row": ROW, "columns": columns, "calls": True})
+
+
+def test_a_column_that_only_later_rows_have_is_not_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def lists(completions, solution): return [1.0] * len(completions)")
+    answer = checked(f"{tmp_path}/mine.py:lists", ["level", "solution"])
+    assert answer["columns"] == {"lists": ["solution"]}, "for the count of the rows that lack it"
+    (line,) = answer["called"]
+    assert "was not called" in line
+
+
+@pytest.mark.parametrize("special_tokens", ["auto", "parted"])
+def test_a_function_may_require_the_thought_where_the_run_parts_it(tmp_path, special_tokens):
+    (tmp_path / "mine.py").write_text("def lists(completions, thought): return [float(len(thought[0]))]")
+    answer = checked(f"{tmp_path}/mine.py:lists", [], special_tokens)
+    assert not answer["columns"] and "gave 0 for" in answer["called"][0]
+    with pytest.raises(ConfigError, match="takes thought, which is no column"):
+        checked(f"{tmp_path}/mine.py:lists", [], "hidden")
 
 
 MISTAKES = """
@@ -364,7 +386,7 @@ def test_the_check_names_every_reward_that_is_wrong_and_its_field(tmp_path):
     rewards = {name: {"function": f"{tmp_path}/mine.py:{name}"} for name in NAMES}
     config = run_of(rewards).model_dump(mode="json")
     with pytest.raises(ConfigErrors) as caught:
-        check({"config": config, "row": ROW, "calls": True})
+        check({"config": config, "row": ROW, "columns": [], "calls": True})
     problems = caught.value.problems
     begins = [
         f"reward.rewards.{name}.function " for name in ("no_such_argument", "yields", "no_such_function")
@@ -420,7 +442,12 @@ def test_the_check_says_in_which_form_a_function_gets_completions(tmp_path, prom
     )
     config = run_of({"f": {"function": f"{tmp_path}/mine.py:{function}"}}).model_dump(mode="json")
     extra = {"prompt": prompt} if isinstance(prompt, list) else {}
-    request = {"config": config, "row": {**ROW, "prompt": prompt, "extra": extra}, "calls": False}
+    request = {
+        "config": config,
+        "row": {**ROW, "prompt": prompt, "extra": extra},
+        "columns": [],
+        "calls": False,
+    }
     gets = check(request)["gets"]
     assert len(gets) == bool(form) and all(line.startswith(form) for line in gets)
     with pytest.raises(ConfigError, match="no_such_attribute") as caught:

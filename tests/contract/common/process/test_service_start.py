@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from structlog.testing import capture_logs
 from tests.support.servers import RedisServer
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import BrokerError, ConfigError, UnreachableError
 from tidemill.common.process import run_watch, service
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, check_sole_trainer, publish_heartbeat
 from tidemill.common.redis import broker as broker_module
@@ -141,6 +142,42 @@ async def test_a_worker_says_when_it_joins_and_leaves_when_the_run_is_finished(
         assert await service._serve(role, worker, lambda: serve) == 0
     events = [line["event"] for line in lines]
     assert events == ["joined the run", "leaving: the run is finished", "left the run"]
+
+
+async def test_a_worker_finds_the_runs_own_redis_by_the_address_in_its_folder(
+    broker, keys, redis_server, tmp_path, monkeypatch
+):
+    await publish_config(broker, keys, CONFIG)
+    await update_state(broker, keys, status=FINISHED, version=3)
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", "")
+    monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
+    late = argparse.Namespace(run=keys.run_id, name="late", set=[], config=None, metrics_port=0)
+    file = tmp_path / keys.run_id / "redis.url"
+
+    async def serve() -> int:
+        return await service._serve("reward", late, lambda: None)
+
+    with pytest.raises(BrokerError, match=re.escape(f"{file} cannot be read")):
+        await serve()
+    file.parent.mkdir()
+    file.touch()  # just being written
+    with pytest.raises(BrokerError, match=re.escape(f"{file} is empty")):
+        await serve()
+    file.write_text(redis_server.url)
+    assert await serve() == 0
+
+
+async def test_a_worker_with_the_address_of_a_redis_that_is_gone_says_where_it_has_it_from(
+    keys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", "")
+    monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
+    worker = argparse.Namespace(run=keys.run_id, name="w", set=[], config=None, metrics_port=0)
+    file = tmp_path / keys.run_id / "redis.url"
+    file.parent.mkdir()
+    file.write_text(f"unix://{tmp_path}/gone.sock")
+    with pytest.raises(UnreachableError, match=re.escape(str(file))):
+        await service._serve("reward", worker, lambda: None)
 
 
 async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_error(

@@ -222,6 +222,10 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
          "servers.a.api_key_env: must be the name of an environment variable, such as JUDGE_KEY"),
         ("reward.rewards", {"a b": {"function": "math"}}, "reward.rewards.a b: must be a name of letters"),
         ("data.train", [{"name": "a/b", "path": "p"}], "name: must be letters, digits, '.', '_' and '-', at"),
+        # Of a place in a list, which has no name.
+        ("data.train", ["a.jsonl", 7], "data.train.1: must be text, got 7; write it in quotes: \"7\""),
+        ("data.train", [{"name": "a", "path": "p"}, "b.jsonl"], "write {name: NAME, path: b.jsonl}"),
+        ("reward.rewards", {"a": "gsm8k"}, "write a: {function: gsm8k}"),
     ],
 )  # fmt: skip
 def test_what_was_meant_is_written_out(path: str, value: Any, answer: str) -> None:
@@ -262,7 +266,11 @@ def test_sources_are_read_with_what_is_their_own(tmp_path):
         ([{"weight": 0}], {}, "data.train.0.weight: must be greater than 0, got 0"),
         ([{"name": "b"}], {}, "two sources are called 'b'"),
         ([{"sampling": {"temperature": 0.5}}], {}, "sampling.temperature"),
-        ([{"sampling": {"top_p": 1.5}}], {}, "sampling.top_p of source 'a': Input should be less"),
+        (
+            [{"sampling": {"top_p": 1.5}}],
+            {},
+            "sampling of source 'a': top_p: must be less than or equal to 1, got 1.5",
+        ),
         ([{"sampling": {"max_tokens": 513}}], {}, "exceeds rollout.sampling.max_tokens (512)"),
         ([{"group_size": 1}], {"reward": {"min_group_size": 1}}, "group_size of source 'a' is 1"),
         ([{"group_size": 1}], {}, "reward.min_group_size (2) exceeds group_size of source 'a' (1)"),
@@ -387,6 +395,25 @@ def fields(model: type[BaseModel], where: str = "") -> Iterator[tuple[str, Field
 def test_every_file_of_rules_that_span_sections_has_a_row():
     files = {file.name for file in iter_modules(rules.__path__)}
     assert files == {row.file for row in SPANNING_RULES}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"reward": {"rewards": {"e": {"environment": True}}}}, "single_turn, which gives none"),
+        ({"trainer": {"algorithm": {"overlong": {"penalty": 1.0}}},
+          "rollout": {"environment": {"use": "g.py:G"}}}, "set rollout.environment.max_tokens"),
+        ({"reward": {"rewards": {"a": {"function": "math", "router": "r"}}}}, "a.router names 'r'"),
+        ({"servers": {"s": {"model": "m", "local": {"engine": "transformers"}}}}, "servers.s.local.engine"),
+        (with_sources({"kind": "demonstrations"}, trainer={"batch_order": "as_ready"}), "take in_order"),
+        ({"images": {}, "data": MINIMAL["data"] | {"chat_template": "never"}}, "data.chat_template is never"),
+        ({"trainer": {"train_tower": True}}, "needs the section images"),
+    ],
+    ids=["its reward", "its sessions", "router", "servers", "demonstrations", "images", "tower"],
+)  # fmt: skip
+def test_rules_that_span_sections_are_read_for_each_thing_that_a_run_may_have(sections, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config(MINIMAL | sections, "run.yaml")
 
 
 def test_every_number_has_bounds_and_every_field_is_documented():

@@ -40,6 +40,7 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     describe_reading,
     inspect_model,
+    read_special_tokens,
 )
 from tidemill.services.console.check.preflight import Findings, examine
 
@@ -96,13 +97,15 @@ def test_a_model_folder_that_will_not_do_is_refused(tmp_path, missing, length, s
 )
 def test_one_line_says_what_rewards_will_see_of_a_completion(tmp_path, name, setting, said):
     tokenizer_of(name).save_pretrained(tmp_path)
-    assert said in describe_reading(ModelConfig(path=str(tmp_path), special_tokens=setting))
+    model = ModelConfig(path=str(tmp_path), special_tokens=setting)
+    reader = read_special_tokens(model)
+    assert reader is not None and said in describe_reading(model, reader)
 
 
 def test_marks_that_cannot_be_parted_are_refused_before_the_start(tmp_path):
     tokenizer_of("unknown").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.special_tokens is parted"):
-        describe_reading(ModelConfig(path=str(tmp_path), special_tokens="parted"))
+        read_special_tokens(ModelConfig(path=str(tmp_path), special_tokens="parted"))
 
 
 @pytest.mark.parametrize("appends_end", [False, True])
@@ -175,7 +178,7 @@ def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         preflight,
         "check_reward",
-        lambda config, row, calls: {"called": [], "reads": {}, "faults": [], "gets": [], "columns": {}},
+        lambda *_: {"called": [], "reads": {}, "faults": [], "gets": [], "columns": {}},
     )
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     return write_run(tmp_path)

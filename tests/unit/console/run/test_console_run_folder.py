@@ -39,6 +39,8 @@ def test_the_address_is_for_its_owner_only_and_comes_before_the_environments(tmp
     assert folder.address() == "redis://elsewhere"
     folder.write_address("unix:///tmp/own.sock")
     assert folder.address() == "unix:///tmp/own.sock"
+    folder.write_address("")
+    assert folder.address() == "redis://elsewhere"
     assert stat.S_IMODE(folder.address_file.stat().st_mode) == 0o600
 
 
