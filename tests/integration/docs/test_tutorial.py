@@ -43,7 +43,7 @@ def test_every_file_of_the_tutorial_is_named_before_it_is_used() -> None:
 def follow(page: str, home: Path) -> str:
     """Run the commands of a part of the page; returns what they print."""
     if Path(sys.prefix) != ROOT / ".venv":
-        # Its commands activate .venv/.
+        # The page activates .venv/: its commands would run there, and not in the environment of this test.
         pytest.skip("the tutorial is for the environment that make installs into .venv/")
     commands = script(page)
     if subprocess.run(["make", "-q", "install"], cwd=ROOT).returncode:

@@ -403,7 +403,7 @@ def test_a_machine_that_is_short_of_something_is_the_reason_that_the_check_gives
     monkeypatch.setattr(pool, "find_shortage", lambda: short)
     config = run_of({"f": {"function": f"{tmp_path}/mine.py:leaks"}}).model_dump(mode="json")
     with pytest.raises(ConfigError, match=r"reward f: .*ulimit -n"):
-        check({"config": config, "row": ROW, "calls": True})
+        check({"config": config, "row": ROW, "columns": [], "calls": True})
 
 
 @pytest.mark.parametrize("fields", [{"applies_to": ["code"]}, {"sources": ["others"]}, {"lanes": ["eval"]}])
@@ -414,7 +414,7 @@ def test_the_check_calls_no_function_with_a_row_that_it_does_not_score(tmp_path,
         reward={"rewards": {"code": function | fields, "exact": {"function": "exact_match"}}},
         data={"train": [{"name": name, "path": f"{name}.jsonl"} for name in ("train", "others")]},
     ).model_dump(mode="json")
-    request = {"config": config, "row": {**ROW, "source": "train"}, "calls": True}
+    request = {"config": config, "row": {**ROW, "source": "train"}, "columns": [], "calls": True}
     answer = check(request)
     assert [line.startswith("code was not called") for line in answer["called"]] == [True, False]
     assert answer["gets"] == []
