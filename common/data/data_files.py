@@ -1,5 +1,7 @@
-"""Reads rows from files, datasets of the Hugging Face hub (`arrow_tables.py`), and Python code
-(`users_rows.py`); Parquet by `arrow_tables.py`, CSV by `text_tables.py`.
+"""Reads rows from files, datasets of the Hugging Face hub, and Python code.
+
+JSON is read here, Parquet and datasets of the hub by `arrow_tables.py`, CSV by `text_tables.py`, and Python
+code by `users_rows.py`.
 
 Each row comes with its origin (such as file and line), for messages. JSONL, datasets of the hub
 (`hub:OWNER/NAME`, optionally with `/CONFIG` and `@SPLIT`, split `train` otherwise) and folders of

@@ -22,9 +22,8 @@ from redis.retry import Retry
 
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis.lines import Client, Command
+from tidemill.common.redis.several_hosts import Address
 from tidemill.common.wire.keys import PREFIX, RUNS
-
-Address = tuple[str, int]
 
 RETRIES = 3
 """Repeats of a command: redis-py's default for a single server."""

@@ -105,6 +105,43 @@ def test_what_was_scored_before_this_trainer_does_not_count_and_a_value_begins_t
         errors.check()
 
 
+def num_until_the_end(errors: CodeErrors) -> int:
+    """Failed scores that it takes to end the run."""
+    errors.begin("1-0")
+    errors.begin("9999-0")  # nothing is left out where it begins a second time
+    failed = make_score(0, 0, None, error=REASON, is_code_error=True)
+    for number in range(1, 2000):
+        errors.note(f"{number + 1}-0", failed)
+        try:
+            errors.check()
+        except ConfigError:
+            return number
+    return 0
+
+
+@pytest.mark.parametrize(("num_groups", "size", "num_scores"), [(1, 2, 64), (20, 5, 200), (300, 8, 1024)])
+def test_the_scores_of_two_steps_end_a_run_within_bounds(num_groups, size, num_scores):
+    """2 steps of 20 groups of 5 are 200 scores."""
+    config = trainer_config(groups_per_step=num_groups, group_size=size)
+    assert num_until_the_end(CodeErrors.of_training(config)) == num_scores
+
+
+def test_eight_failures_are_enough_where_they_took_more_than_five_minutes(monkeypatch):
+    clock = {"s": 0.0}
+    monkeypatch.setattr(code_errors.time, "monotonic", lambda: clock["s"])
+    errors = CodeErrors(trainer_config(), num_scores=64)
+    errors.begin("1-0")
+    failed = make_score(0, 0, None, error=REASON, is_code_error=True)
+    for minute in range(7):
+        clock["s"] = 60.0 * minute
+        errors.note(f"{minute + 2}-0", failed)
+        errors.check()
+    clock["s"] = 420.0
+    errors.note("9-0", failed)
+    with pytest.raises(ConfigError, match="the last 8 scores failed"):
+        errors.check()
+
+
 async def test_an_evaluation_of_which_all_fails_by_code_ends_the_run_and_is_done_again_after_it(
     broker, keys, fail
 ):

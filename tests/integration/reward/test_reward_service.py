@@ -12,6 +12,7 @@ from tests.support.runs import ServiceRun
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import has_ended, wait_until
+from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, ConfigErrors
 from tidemill.common.process.checks import check_reward
 from tidemill.common.process.heartbeats import read_heartbeats
@@ -111,6 +112,18 @@ async def test_scores_flow_and_sigterm_drains(tmp_path: Path) -> None:
         assert {score.components["slept"] for score in published} == {0.01, 0.0}
         assert await num_pending(run.broker, run.keys) == 0
         assert await read_heartbeats(run.broker, run.keys) == []
+
+
+async def test_a_store_of_payloads_that_cannot_be_opened_ends_the_service_before_it_takes_anything(tmp_path):
+    run = run_of(tmp_path, ASYNC)
+    tree = run.config.model_dump(mode="json")
+    tree["streams"] |= {"claim_check_url": "az://container/folder", "claim_check_bytes": 1000}  # no account
+    async with ServiceRun(tmp_path, RunConfig.model_validate(tree)) as run:
+        await put(run, "0.01")
+        run.start("reward")
+        assert await run.wait("reward") == 2
+        assert "streams.claim_check_url is az://container/folder" in run.log_of("reward")
+        assert await run.broker.execute("XINFO", "GROUPS", run.keys.trajectories()) == []
 
 
 async def test_a_killed_worker_leaves_no_process_behind(tmp_path: Path) -> None:

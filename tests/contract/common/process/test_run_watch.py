@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.servers import RedisServer
 from tests.support.waiting import wait_until
@@ -68,6 +69,18 @@ async def test_a_run_that_needs_no_trainer_now_is_not_left(
     await update_state(broker, keys, version=1, **state)
     watch = RunWatch(broker, keys, STEPS, wait_s=0.0)
     assert not await watch.look() and not watch.trouble
+
+
+async def test_a_run_of_rewards_alone_that_has_failed_waits_for_who_goes_on_with_it(
+    broker: Broker, keys: Keys
+) -> None:
+    await update_state(broker, keys, status="failed", kind="rescore")
+    watch = RunWatch(broker, keys, STEPS, wait_s=1e9)
+    with capture_logs() as lines:
+        for _ in range(3):
+            assert not await watch.look()
+    assert "failed" in watch.trouble
+    assert [line["why"] for line in lines] == [watch.trouble], "a look that finds the same says nothing"
 
 
 async def test_a_run_whose_redis_is_gone_is_left_after_a_while(

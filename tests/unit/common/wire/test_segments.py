@@ -87,6 +87,8 @@ def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions():
     assert received == sent
     assert [segment.completion_ids.tolist() for segment in received.segments] == [[4, 5, 7, 8, 9], [6]]
     assert (received.min_version, received.max_version) == (0, 3)
+    first_of_one_version = trajectory(fork.segment(), recorded().segment())
+    assert (first_of_one_version.min_version, first_of_one_version.max_version) == (0, 3)
 
 
 def test_turns_that_do_not_fit_their_segment_are_refused():
