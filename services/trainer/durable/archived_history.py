@@ -105,10 +105,10 @@ class ArchivedHistory:
         checkpoint had `settled`: entries above are forgotten where Redis has lost them, because their tickets
         are open again.
         """
-        from tidemill.common.archive.archiver import sweep, writing  # brings pyarrow, which takes its time
-
         if not self.is_used:
             return True
+        from tidemill.common.archive.archiver import sweep, writing  # brings pyarrow, which takes its time
+
         try:
             # The archiver's own lock: it must not append behind what is being cut off.
             with writing(self.run_dir):

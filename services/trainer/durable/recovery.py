@@ -77,7 +77,7 @@ class Replayer:
         await self.reconciler.remove_unexpected()
         await until_stored(self.context, partial(self._align, needed))
         if state is None and not self.journal.steps and await self.archived.is_empty():
-            return []
+            return []  # the run begins: there is neither a commit nor a ticket to take over
         await self._restore_commits(version)
         history = self.archived.read()
         commits = await read_commits(history, version)

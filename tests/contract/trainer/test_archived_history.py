@@ -1,6 +1,7 @@
 """A restarted trainer replays from the archive what Redis has let go of, and says first what is missing."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,11 @@ async def test_a_starting_trainer_has_the_archive_forget_what_redis_has_lost_abo
     ids = [record.entry_id for record in records]
     assert ids[:4] == [entry_id for entry_id, _ in entries[:4]] and len(ids) == 6
     assert not await archived.missing({STREAM: entries[1][0]})
+
+
+async def test_a_run_without_an_archive_needs_nothing_that_writes_one(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tidemill.common.archive.archiver", None)
+    assert await ArchivedHistory(make()).align()
 
 
 async def test_a_trainer_that_goes_on_keeps_what_it_settled_and_new_entries_come_after_it(make, broker, keys):

@@ -305,6 +305,21 @@ def test_opo_weighs_by_trained_tokens():
     assert values_of(done) == [0.25, -0.75]  # baseline 3 / (3 + 1)
 
 
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [
+        ({}, [0.75, -0.25]),
+        # Of at most 10 tokens the last 5 are the buffer: 10 tokens cost 2, 6 of the greedy sample 0.4.
+        ({"penalty": 2.0, "buffer_share": 0.5}, [1.15, -1.85]),
+    ],
+)
+def test_remax_compares_with_the_greedy_sample_by_the_same_rewards(overlong, expected):
+    group = group_of_samples(0, plain_sample(0, 0, 1.0, 3), plain_sample(0, 1, 0.0, 10))
+    group.baseline = plain_sample(0, 2, 0.25, 6)
+    done = assigned(assigner(advantage="remax", overlong=overlong), group)
+    np.testing.assert_allclose(values_of(done), expected, atol=1e-12)
+
+
 def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
     rewards = {
         "right": {"function": "gsm8k", "weight": 2.0},

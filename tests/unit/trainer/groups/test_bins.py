@@ -11,6 +11,7 @@ from tests.support.models import make_samples
 from tests.support.samples import changed, sample_of
 from tests.support.training import plain_sample
 from tidemill.common.errors import TidemillError
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.groups.bins import (
     Bin,
@@ -22,7 +23,7 @@ from tidemill.services.trainer.groups.bins import (
     split_samples,
 )
 from tidemill.services.trainer.groups.micro_batch import MicroBatch, rebuild
-from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.groups.sample import Sample, SegmentTokens
 from tidemill.services.trainer.groups.trie import MOST_KEYS
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 
@@ -89,6 +90,29 @@ def test_what_is_in_common_counts_once_and_attention_by_the_square():
     assert cost(whole, 1000.0) == 61.5
     assert len(PrefixOrder(samples, "tree").cut(59)) == len(PrefixOrder(samples, "varlen").cut(60)) == 2
     assert (PrefixOrder(samples, "tree").num_tokens, PrefixOrder(samples, "varlen").num_tokens) == (60, 80)
+
+
+def test_rows_of_a_session_share_in_whatever_order_they_lie():
+    """20 + 10 tokens, 30 of another prompt, and 10 more after the first 20."""
+    first_prompt = SegmentTokens(np.arange(100, 120, dtype=np.int32), 10)
+    another_prompt = SegmentTokens(np.arange(500, 520, dtype=np.int32), 10)
+    segments = (first_prompt, another_prompt, first_prompt)
+    completion_ids = np.arange(30, dtype=np.int32)
+    columns = {"rollout_logprobs": np.zeros(30, np.float32)}
+    sample = Sample((0, 0), segments, completion_ids, np.ones(30, np.bool_), columns)
+    assert PrefixOrder([sample], "tree").num_tokens == 20 + 10 + 30 + 10
+
+
+@pytest.mark.parametrize(("second_digest", "num_more"), [("a" * 32, 10), ("b" * 32, 30 + 10)])
+def test_a_prompt_is_in_common_only_up_to_another_picture(second_digest, num_more):
+    """Prompts of 60 tokens, of which a picture has those from 30 to 39, and completions of 10."""
+
+    def seeing(index: int, digest: str) -> Sample:
+        picture = Image(digest=digest, num_bytes=1, width=8, height=8, first=30, num_tokens=10)
+        return sample_of((0, index), range(100, 160), [index] * 10, images=(picture,))
+
+    samples = [seeing(0, "a" * 32), seeing(1, second_digest)]
+    assert PrefixOrder(samples, "tree").num_tokens == 60 + 10 + num_more
 
 
 def test_a_bin_has_no_more_keys_than_a_tile_may_copy():
@@ -173,11 +197,16 @@ def test_arrival_order_does_not_matter():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_that_are_added_one_by_one_lie_as_all_at_once(layout):
-    samples = random_step(9, groups=12)
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_that_are_added_in_any_order_and_portions_lie_as_all_at_once(layout, seed):
+    """Five portions of twelve groups, some of them empty; with the first seed the groups are in order."""
+    samples = random_step(seed, groups=12)
+    rng = np.random.default_rng(seed)
+    tickets = rng.permutation(12) if seed else np.arange(12)
     order = PrefixOrder((), layout)
-    for ticket in np.random.default_rng(2).permutation(12):
-        order.add([sample for sample in samples if sample.key[0] == ticket])
+    for portion in np.split(tickets, sorted(rng.integers(0, 13, 4))):
+        order.add([sample for sample in samples if sample.key[0] in portion])
+        order.add([])
     at_once = PrefixOrder(samples, layout)
     assert order.num_tokens == at_once.num_tokens
 

@@ -66,6 +66,8 @@ def test_a_restart_finds_the_same_version_from_what_is_on_record(tmp_path):
     best = find_best_version(tmp_path, without_sets, records)
     assert best is not None and best.in_use == {5}
     assert find_best_version(tmp_path, without_sets, []) is None
+    with_sets = trainer_config(data__train="train.jsonl", data__eval={"held": "held.jsonl"})
+    assert find_best_version(tmp_path, with_sets, []) is not None, "its first evaluation is still to come"
 
 
 def test_a_version_that_will_be_trained_again_is_best_no_more(tmp_path):
