@@ -160,6 +160,20 @@ async def test_what_a_function_says_of_the_machine_counts_where_our_own_start_fa
         await execution.close()
 
 
+async def test_a_process_that_ends_with_its_pool_as_it_starts_says_nothing_of_the_machine(
+    tmp_path: Path,
+) -> None:
+    function = tmp_path / "mine.py"
+    flag = tmp_path / "importing"
+    function.write_text(f"import pathlib, time\npathlib.Path({str(flag)!r}).touch()\ntime.sleep(3600)\n")
+    calls = Pool(f"{function}:compute_score")
+    scored = asyncio.create_task(calls.score("pass"))
+    await wait_until(flag.exists)
+    await calls.close()
+    with pytest.raises(AttemptError, match="SIGKILL"):
+        await scored
+
+
 DIES_AT_ITS_START = """
     import os, signal
     from pathlib import Path

@@ -105,3 +105,20 @@ def test_an_answer_is_sent_at_once_where_no_call_waits(monkeypatch: pytest.Monke
     monkeypatch.setattr(child, "GATHER_SHARE", 1e9)
     monkeypatch.setattr(child, "LONGEST_GATHER_S", 3600.0)
     assert sent(1) == [[0.0]]
+
+
+def test_a_late_call_that_has_not_begun_is_not_said_to_wait_in_a_line() -> None:
+    """As where calls before it block the loop: `it waited` would name a line of this program."""
+    answers: list[dict[str, Any]] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        calls = LoopCalls(Index(), lambda *frames: answers.extend(frames), theirs, at_once=1)
+        with contextlib.closing(calls._loop) as loop:
+            calls._begin({"id": 1, "call": {"lane": "train", "samples": [SAMPLE]}, "timeout_s": 60.0})
+            call = calls._running[1]
+            calls._fail_late(1, call)
+            loop.run_until_complete(asyncio.wait({call.task}))
+    (answer,) = answers
+    assert answer["failure"]["status"] == "timeout" and "no result within 60 s" in answer["failure"]["error"]
+    assert "it waited" not in answer["failure"]["error"]
+    assert call.task.cancelled()

@@ -318,6 +318,41 @@ def test_a_limit_of_math_that_python_drops_is_raised_again() -> None:
     assert caught.value.is_timeout and caught.value.is_final
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_limit_of_the_clock_is_raised_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_equivalence, "BACKSTOP_S", -4.9)
+
+    class SlowToFree:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+
+    with pytest.raises(AttemptError) as caught, math_equivalence._limit(5.0):
+        SlowToFree()
+        time.sleep(60.0)
+    assert caught.value.is_timeout and not caught.value.is_final
+
+
+def test_a_limit_of_math_that_comes_after_the_comparison_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    set_timer = signal.setitimer
+    numbers = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
+    late = []
+    raised = []
+
+    def comes_as_it_is_ended(timer: int, *seconds: float) -> None:
+        if seconds == (0,):
+            late.append(timer)
+            try:
+                signal.raise_signal(numbers[timer])
+            except BaseException as error:
+                raised.append(error)
+        set_timer(timer, *seconds)
+
+    monkeypatch.setattr(signal, "setitimer", comes_as_it_is_ended)
+    with math_equivalence._limit(5.0):
+        pass
+    assert set(late) == numbers.keys() and raised == []
+
+
 @pytest.mark.parametrize(("number", "is_final"), [(signal.SIGPROF, True), (signal.SIGALRM, False)])
 def test_a_limit_of_math_is_final_by_cpu_time_and_not_by_the_clock_of_a_busy_machine(number, is_final):
     with pytest.raises(AttemptError) as caught, math_equivalence._limit(5.0):

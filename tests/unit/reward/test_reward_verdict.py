@@ -17,7 +17,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
 from tidemill.common.errors import ConfigError, ConfigErrors
 from tidemill.common.process.shortage import make_fault
-from tidemill.services.reward.check import Problems, check, readings
+from tidemill.services.reward.check import Problems, check, needed_columns, readings
 from tidemill.services.reward.functions import pool
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
@@ -395,6 +395,37 @@ def test_the_check_names_every_reward_that_is_wrong_and_its_field(tmp_path):
     for begin in begins:
         assert sum(problem.startswith(begin) for problem in problems) == 1, begin
     assert len(problems) == len(begins)
+
+
+def test_the_check_names_the_group_function_among_the_mistakes_and_the_field_of_a_single_function(tmp_path):
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    wrong = {"function": f"{tmp_path}/mine.py:yields"}
+    group = {"group": f"{tmp_path}/mine.py:no_such_function"}
+    config = make_config(reward={"rewards": {"f": wrong}, **group}).model_dump(mode="json")
+    with pytest.raises(ConfigErrors) as caught:
+        check({"config": config, "row": ROW, "calls": True})
+    begins = ("reward.rewards.f.function ", "reward.group ")
+    problems = caught.value.problems
+    assert len(problems) == 2
+    assert all(problem.startswith(begin) for problem, begin in zip(problems, begins, strict=True))
+    single = make_config(reward=wrong).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"^reward\.function "):
+        check({"config": single, "row": ROW, "calls": True})
+
+
+def test_the_check_says_which_columns_a_reward_needs_of_every_row(tmp_path):
+    """What each call passes, what kwargs give and what has a default are no columns."""
+    source = (
+        "completions, trainer_state, ground_truth, thought, is_evaluation, level, unit, given, spare=1, **_"
+    )
+    (tmp_path / "mine.py").write_text(f"def lists({source}): return [1.0]")
+    lists = {"function": f"{tmp_path}/mine.py:lists", "kwargs": {"given": 2}}
+    run = run_of({
+        "lists": lists,
+        "teacher": {"teacher": {"servers": "s", "prompt_column": "hint"}},
+        "exact": {"function": "exact_match"},
+    })  # fmt: skip
+    assert needed_columns(run, Problems(run)) == {"lists": ["level", "unit"], "teacher": ["hint"]}
 
 
 def test_a_machine_that_is_short_of_something_is_the_reason_that_the_check_gives(tmp_path, monkeypatch):

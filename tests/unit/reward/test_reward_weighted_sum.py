@@ -13,7 +13,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import MAX_TRY_CHARS, AttemptError, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, make_weighted_sum, score_of
 from tidemill.services.reward.sample import RewardSample
@@ -308,3 +308,27 @@ def test_kept_results_of_a_function_are_of_what_the_servers_of_its_router_serve(
 
     assert version_with("a") == version_with("a")
     assert version_with("a") != version_with("b")
+
+
+def test_a_worker_names_the_field_of_the_reward_that_it_cannot_load() -> None:
+    redis: Any = None
+    for reward, field in (
+        (
+            {"rewards": {"asks": {"function": "exact_match", "kwargs": {"mood": 1}}}},
+            "reward.rewards.asks.kwargs ",
+        ),
+        ({"function": "exact_match", "kwargs": {"mood": 1}}, "reward.kwargs "),
+    ):
+        config = make_config(reward=reward)
+        dependencies = RewardDependencies(config, redis, Keys("run"), "reward-0")
+        with pytest.raises(ConfigError) as caught:
+            make_weighted_sum(config.reward, dependencies)
+        assert str(caught.value).startswith(field)
+
+
+async def test_the_reason_of_each_of_several_attempts_keeps_its_line() -> None:
+    failure = AttemptError(f"ValueError: {'no digit ' * 99}(mine.py, line 4)")
+    result = await score(Scripted(failure, 1.0), max_attempts=2)
+    reasons = [reason for *_, reason in result.tries]
+    assert reasons[0].endswith("(mine.py, line 4)") and len(reasons[0]) == MAX_TRY_CHARS
+    assert reasons[1:] == [""]
