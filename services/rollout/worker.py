@@ -15,7 +15,7 @@ ticket for which this machine cannot start something is handed back without coun
 Tasks of one lane; a process has two lanes, on one engine (`service.py`). Right of each wait: who ends it.
 
     run                           one; `lane_worker.py`
-     | waits for a free slot        a group that ends (`_ended`)
+     | waits for a free slot        a group that ends (`_ended`), the engine's first report (`_follow_cache`)
      | waits for a ticket           Redis, or the time limit of a read, after which it reads again
      | waits out a shortage         a start on this machine that works (`context.shortage`)
      | drains once it is to stop    the groups it still has, or `streams.drain_s`, which cancels them
@@ -76,6 +76,7 @@ from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, T
 from tidemill.services.rollout.containers.names import SessionName, unique_end
 from tidemill.services.rollout.engines.engine import (
     Engine,
+    EngineReport,
     Generation,
     GenerationRequest,
     OnTokens,
@@ -122,7 +123,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             longest_sample = config.data.max_prompt_tokens + config.max_completion_tokens
             longest_sample = min(config.model.max_model_len, longest_sample)
             self.slots = Slots(START, group_tokens=config.largest_group_size * longest_sample)
-            engine.on_report = self.slots.report
+            engine.on_report = self._follow_cache
         else:
             self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
         self._update_slots()
@@ -186,6 +187,14 @@ class RolloutWorker(LaneWorker[Ticket]):
         if not task.cancelled():
             self.slots.end(len(self.running))
         self._update_slots()
+
+    def _follow_cache(self, report: EngineReport) -> None:
+        """Adapt the slots to the engine's report, which comes after each of its steps."""
+        limit = self.slots.limit
+        self.slots.report(report)
+        # Only then: a first report may add slots while no group ends.
+        if self.slots.limit != limit:
+            self._update_slots()
 
     def _update_slots(self) -> None:
         """Have the loop look for a free slot again, and show the number of slots."""

@@ -333,6 +333,19 @@ class TestWorkerLoop:
             # Two were left after the first end; nothing was reported since.
             assert loop.slots.limit == 2
 
+    async def test_slots_that_the_first_report_adds_are_used_at_once(self, make, broker, keys, monkeypatch):
+        await issue(broker, keys)
+        monkeypatch.setattr("tidemill.services.rollout.worker.START", 3)
+        async with make(rollout__max_groups_in_flight="auto") as worker:
+            worker.engine.is_reporting = True
+            worker.engine.held = {0, 1, 2, 3}
+            async with self.running(worker) as loop:
+                await wait_until(lambda: len(worker.engine.asked) == 3 * SIZE)
+                assert loop.num_free == 0
+                worker.engine.on_report(EngineReport(0.01, 0, num_tokens=1 << 20))
+                await wait_until(lambda: len(worker.engine.asked) == 4 * SIZE)
+                worker.engine.released.set()
+
     async def test_slots_hear_how_much_of_a_history_has_left_the_cache(self, make, broker, keys, monkeypatch):
         """Where it goes on, with the same weights, and the engine has not slept: else nothing of it could be
         there."""
