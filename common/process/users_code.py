@@ -74,9 +74,11 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
         line = raised_at(error)
         if isinstance(error, SyntaxError):
             problem = error.msg  # the text of the error names the line, too
-            line = f"{Path(error.filename or origin).name}, line {error.lineno}"
+            line = f"{Path(error.filename or origin).name}, line {error.lineno}" if error.lineno else ""
+        # Of a module that there is not, the line is Python's own.
+        named_line = f" ({line})" if line and not line.startswith("<") else ""
         raise ConfigError(
-            f"{where}: importing it failed: {type(error).__name__}: {problem} ({line}). "
+            f"{where}: importing it failed: {type(error).__name__}: {problem}{named_line}. "
             f"It must be importable by {sys.executable} on every machine that runs it"
         ) from error
     noun = f"{kind} " if kind else ""
