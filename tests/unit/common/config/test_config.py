@@ -307,6 +307,8 @@ EVALUATED = {"data": {"train": "train.jsonl", "eval": {"held": "held.jsonl"}}}
         ({}, []),
         ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
         ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
+        ({"streams": {"claim_check_url": "s3://bucket/x"}, "images": {}}, []),
+        ({"streams": {"claim_check_url": "s3://bucket/x"}, "rollout": {"sampling": {"top_k": 5}}}, []),
         ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}} | EVALUATED,
          ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"]),
         ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}} | EVALUATED, []),
