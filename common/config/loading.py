@@ -111,15 +111,14 @@ def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) ->
     try:
         return RunConfig.model_validate(tree, context={"base": base})
     except ValidationError as error:
-        from tidemill.common.config.problems import explain_problems, find_guesses
+        from tidemill.common.config.problems import explain_problems, find_guesses, find_unknown
 
         items = error.errors(include_url=False)
         problems = explain_problems(items)
         noun = "problem" if len(problems) == 1 else "problems"
         lines = "".join(f"\n  {problem}" for problem in problems)
         refusal = ConfigError(f"{origin}: {len(problems)} {noun}{lines}")
-        unknown = (item["loc"] for item in items if item["type"] == "extra_forbidden")
-        refusal.unknown_fields = tuple(".".join(map(str, loc)) for loc in unknown)
+        refusal.unknown_fields = tuple(find_unknown(items))
         refusal.guesses = find_guesses(items)
         raise refusal from None
 

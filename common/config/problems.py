@@ -281,10 +281,16 @@ def _fields_called(name: str) -> list[str]:
     return [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == name]
 
 
+def find_unknown(items: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
+    """The fields that there are not, and pydantic's path of each."""
+    unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
+    return {".".join(_names_in(loc)): loc for loc in unknown}
+
+
 def find_guesses(items: Iterable[Any]) -> dict[str, str]:
     """The ends of the lines on unknown fields, by field, that only guess: from names that look similar."""
-    unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
-    return {".".join(_names_in(loc)): _similar(loc) for loc in unknown if not _fields_called(str(loc[-1]))}
+    unknown = find_unknown(items)
+    return {field: _similar(loc) for field, loc in unknown.items() if not _fields_called(str(loc[-1]))}
 
 
 def is_text(path: Sequence[str]) -> bool:

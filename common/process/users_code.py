@@ -80,10 +80,14 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
         if isinstance(error, SyntaxError):
             problem = error.msg  # the text of the error names the line, too
             file = Path(error.filename or origin)
-            if file.is_file():  # else it is a text that `eval` or the like was given
+            if error.lineno is None:
+                line = ""
+            elif file.is_file():  # else it is a text that `eval` or the like was given
                 line = f"{file.name}, line {error.lineno}"
+        # Of a module that there is not, the line is Python's own.
+        named_line = f" ({line})" if line and not line.startswith("<") else ""
         raise ConfigError(
-            f"{where}: importing it failed: {type(error).__name__}: {problem} ({line}). "
+            f"{where}: importing it failed: {type(error).__name__}: {problem}{named_line}. "
             f"It must be importable by {sys.executable} on every machine that runs it"
         ) from error
     noun = f"{kind} " if kind else ""

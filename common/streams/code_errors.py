@@ -18,6 +18,9 @@ STEPS_GIVE_UP = 2
 LEAST_GIVE_UP = 64
 MOST_GIVE_UP = 1024
 """Scores in a row that end the run: those of `STEPS_GIVE_UP` steps, within these bounds."""
+GROUPS_GIVE_UP = 4
+"""Groups, at least, of which all samples fail before a re-scoring ends: one row with a broken ground truth
+fails a whole group."""
 LEAST_SLOW = 8
 SLOW_S = 300.0
 """So few are enough where the first of them is this old: code that loops fails slowly."""
@@ -41,6 +44,10 @@ class CodeErrors:
         trainer = config.trainer
         num_scores = STEPS_GIVE_UP * trainer.groups_per_step * config.largest_group_size
         return cls(config, min(max(num_scores, LEAST_GIVE_UP), MOST_GIVE_UP))
+
+    @classmethod
+    def of_rescoring(cls, config: RunConfig) -> "CodeErrors":
+        return cls(config, max(LEAST_GIVE_UP, GROUPS_GIVE_UP * config.largest_group_size))
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, num_samples: int) -> "CodeErrors":

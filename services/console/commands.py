@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
@@ -50,8 +51,9 @@ class Command(FlagsWithoutValue, TyperCommand):
             raise
 
     def _hint_of_run(self, words: list[str]) -> str:
-        named = words[words.index("--runs-dir") + 1 :] if "--runs-dir" in words else []
-        runs = Path(named[0]) if named else usual_runs()
+        folders = [word.partition("=")[2] for word in words if word.startswith("--runs-dir=")]
+        folders += [folder for word, folder in pairwise(words) if word == "--runs-dir"]
+        runs = Path(folders[-1]) if folders else usual_runs()
         return "".join(hint_of_run(word, runs) for word in dict.fromkeys(words) if not word.startswith("-"))
 
 

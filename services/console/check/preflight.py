@@ -75,9 +75,9 @@ def _has_loss_among(names: list[str], algorithm: Any) -> bool:
 
 IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (
-        "streams: claim_check_url",
-        lambda s: s.claim_check_bytes,
-        "claim_check_bytes is above 0, such as 65536",
+        ": streams.claim_check_url",
+        lambda s: s.streams.claim_check_bytes or s.images is not None or s.masked_sources,
+        "streams.claim_check_bytes is above 0, such as 65536, or there are pictures, masks or routes",
     ),
     (
         f"trainer.evaluation: {' '.join(FILTERS)} samples",
@@ -152,8 +152,8 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ),
 )
 """A row: the path of a section (empty for the whole config) and fields of it, whether these have an effect
-in a given section, and what the section needs so that they have one. The first row:
-`streams.claim_check_url` does nothing unless `streams.claim_check_bytes` is above 0."""
+in a given section, and what the section needs so that they have one. The second row:
+`trainer.evaluation.samples` does nothing unless `trainer.evaluation.temperature` is above 0."""
 
 
 def idle_settings(config: RunConfig) -> Iterator[str]:

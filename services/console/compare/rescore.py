@@ -24,7 +24,7 @@ from tidemill.common.images.store import IMAGES_FOLDER
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import PICTURES_OF, folder_with_pictures, read_state
-from tidemill.common.streams.code_errors import LEAST_GIVE_UP, CodeErrors
+from tidemill.common.streams.code_errors import CodeErrors
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
@@ -76,7 +76,7 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
                 selection,
                 lane,
                 options.keeps_pace,
-                CodeErrors(config, LEAST_GIVE_UP),
+                CodeErrors.of_rescoring(config),
             )
             log_to_file(folder.logs / "console.log")
             await sandbox.until_ready(broker)

@@ -73,12 +73,13 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
     return None if low is None and high is None else (low, high)
 
 
-def parse_stream(text: str, lane: str | None = None) -> StreamName:
-    """A stream by its name, `trajectories:eval` or `trajectories` with the lane."""
+def parse_stream(text: str, lane: str | None = None, hint: str = "") -> StreamName:
+    """A stream by its name, `trajectories:eval` or `trajectories` with the lane. `hint` follows the message
+    where there is none of that name."""
     try:
         stream = StreamName(text.strip().lower())
     except ValueError:
-        raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.") from None
+        raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.{hint}") from None
     if lane == Lane.EVAL and stream in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
         return stream.of(Lane.EVAL)
     if lane == Lane.TRAIN and stream.lane is Lane.EVAL:

@@ -31,12 +31,18 @@ from tidemill.common.wire.messages import (
     WeightManifest,
     is_demonstration,
 )
-from tidemill.services.console.commands import EntryOptions, GrepOptions, TailOptions, ViewOptions
+from tidemill.services.console.commands import (
+    EntryOptions,
+    GrepOptions,
+    TailOptions,
+    ViewOptions,
+    hint_of_run,
+)
 from tidemill.services.console.look.joins import near_tickets
 from tidemill.services.console.look.selection import parse_sample, parse_stream, selection_of
 from tidemill.services.console.look.sessions import generation_s, num_completion_tokens, session_facts
 from tidemill.services.console.look.trace import session_parts
-from tidemill.services.console.run.folder import find_run
+from tidemill.services.console.run.folder import find_run, folder_of_runs
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text.formats import NOTHING, number, plural, printable, sample_name, size
 from tidemill.services.console.text.tree import Node, jsonable, note, part, print_tree, show, table, terminal
@@ -99,9 +105,14 @@ def _extent_row(extent: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _stream_named(text: str, options: EntryOptions | TailOptions | GrepOptions) -> StreamName:
+    hint = hint_of_run(text, folder_of_runs(options.runs_dir))
+    return parse_stream(text, options.lane, hint)
+
+
 def show_tail(options: TailOptions) -> None:
     """The newest entries that are selected, oldest of them first; then those that come, until Ctrl-C."""
-    name = parse_stream(options.stream, options.lane)
+    name = _stream_named(options.stream, options)
     selection = selection_of(options, name)
 
     async def look(access: RunAccess) -> None:
@@ -150,13 +161,13 @@ def show_entries(options: EntryOptions) -> None:
     if not options.stream:
         _show_list(options)
         return
+    name = _stream_named(options.stream, options)
     if not options.entry:
         folder = find_run(options.run_id, options.runs_dir)
         raise ConfigError(
             f"which entry of {options.stream}? Give its ID; "
             f"`{folder.command('streams', 'tail', options.stream)}` shows the newest."
         )
-    name = parse_stream(options.stream, options.lane)
     entry = options.entry
     selection = _wanted(name, entry)
 
@@ -269,7 +280,7 @@ def show_hits(options: GrepOptions) -> int:
             f"{options.pattern!r} is no regular expression: {error}. Write a backslash before each of "
             ". * + ? ( ) [ ] { } | ^ $ \\ to find the character itself."
         ) from None
-    names = [parse_stream(name, options.lane) for name in options.streams or ("trajectories", "scores")]
+    names = [_stream_named(name, options) for name in options.streams or ("trajectories", "scores")]
     selection = selection_of(options, *names)
 
     async def look(access: RunAccess) -> int:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.histories import write_small_run
+from tidemill.services.console.__main__ import app
 from tidemill.services.console.run.folder import RunFolder, nearest
 
 
@@ -25,20 +27,26 @@ def of_run(act, keys, tmp_path: Path) -> str:
     (("streams", "show", "scores", "77.0"), "tidemill streams show --run {run}"),
     (("dead", "show", "9-9"), "tidemill dead show --run {run}"),
     (("dead", "requeue"), "tidemill dead show --run {run}"),
-    (("step", "7..8", "-o", "trace.json"), "tidemill streams tail commits --run {id}"),
 ])  # fmt: skip
-def test_a_command_to_be_copied_is_about_the_same_run(tidemill, of_run, keys, words, hint) -> None:
+def test_a_command_to_be_copied_is_about_the_same_run(tidemill, of_run, words, hint) -> None:
     done = tidemill(*words, catch_exceptions=True)
     said = " ".join(f"{done.output} {done.exception or ''}".split())
-    assert hint.format(run=of_run, id=keys.run_id).partition("tidemill ")[2] in said
+    assert hint.format(run=of_run).partition("tidemill ")[2] in said
 
 
 @pytest.mark.parametrize("words", [
     ("dead", "show", "ops"), ("streams", "tail", "scores", "ops"), ("streams", "grep", "a", "ops"),
+    ("streams", "show", "ops"), ("streams", "tail", "ops"),
 ])  # fmt: skip
 def test_a_run_in_the_place_of_another_argument_is_sent_to_its_option(tidemill, of_run, words) -> None:
     done = tidemill(*words, catch_exceptions=True)
     said = " ".join(f"{done.output} {done.exception or ''}".replace("│", " ").split())
+    assert "ops is a run: give it as --run ops" in said
+
+
+def test_the_folder_of_runs_may_be_given_behind_an_equals_sign(of_run, tmp_path) -> None:
+    done = CliRunner().invoke(app, ["streams", "tail", "scores", "ops", f"--runs-dir={tmp_path}"])
+    said = " ".join(done.output.replace("│", " ").split())
     assert "ops is a run: give it as --run ops" in said
 
 

@@ -142,6 +142,19 @@ def test_eight_failures_are_enough_where_they_took_more_than_five_minutes(monkey
         errors.check()
 
 
+@pytest.mark.parametrize(("group_size", "num_scores"), [(8, 64), (64, 256)])
+def test_a_rescoring_does_not_end_over_one_row_that_fails_its_whole_group(group_size, num_scores):
+    errors = CodeErrors.of_rescoring(trainer_config(group_size=group_size))
+    errors.begin("0-1")
+    failed = make_score(0, 0, None, error=REASON, is_code_error=True)
+    for number in range(1, num_scores):
+        errors.note(f"1-{number}", failed)
+    errors.check()
+    errors.note(f"1-{num_scores}", failed)
+    with pytest.raises(ConfigError):
+        errors.check()
+
+
 async def test_an_evaluation_of_which_all_fails_by_code_ends_the_run_and_is_done_again_after_it(
     broker, keys, fail
 ):

@@ -349,7 +349,8 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
         ("/nowhere/reward.py", {}, "names no function.*reward.py:compute_score"),
         ("/nowhere/reward.py:compute_score", {}, "/nowhere/reward.py does not exist"),
         ("reward.py:", {}, "is incomplete"),
-        ("no_such_package.rewards:score", {}, "no_such_package.rewards:score: importing it failed"),
+        ("no_such_package.rewards:score", {}, r"importing it failed: .* 'no_such_package'\. It must"),
+        ("{folder}/null.py:score", {}, r"SyntaxError: source code .*null bytes\. It must"),
         (
             "{folder}/broken.py:score",
             {},
@@ -368,6 +369,7 @@ def test_a_name_or_arguments_that_lead_nowhere_are_refused(tmp_path, reference, 
     (tmp_path / "broken.py").write_text("def score(a, b)\n    return 1\n")
     (tmp_path / "evaluates.py").write_text("text = '1 +'\nnumber = eval(text)\n")
     (tmp_path / "imports.py").write_text("\n\nimport broken\n")
+    (tmp_path / "null.py").write_bytes(b"\0")
     with pytest.raises(ConfigError, match=expected):
         load_function(reference.format(folder=tmp_path), kwargs)
 

@@ -221,6 +221,8 @@ def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
         ("servers", {"a": {"base_urls": ["http://h:1"], "model": "m", "api_key_env": "a-b"}},
          "servers.a.api_key_env: must be the name of an environment variable, such as JUDGE_KEY"),
         ("reward.rewards", {"a b": {"function": "math"}}, "reward.rewards.a b: must be a name of letters"),
+        # A name and its value are two things.
+        ("trainer.algorithm.rejection.bounds", {"x": "y"}, "2 problems"),
         ("data.train", [{"name": "a/b", "path": "p"}], "name: must be letters, digits, '.', '_' and '-', at"),
         # Of a place in a list, which has no name.
         ("data.train", ["a.jsonl", 7], "data.train.1: must be text, got 7; write it in quotes: \"7\""),
@@ -305,6 +307,8 @@ EVALUATED = {"data": {"train": "train.jsonl", "eval": {"held": "held.jsonl"}}}
         ({}, []),
         ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
         ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
+        ({"streams": {"claim_check_url": "s3://bucket/x"}, "images": {}}, []),
+        ({"streams": {"claim_check_url": "s3://bucket/x"}, "rollout": {"sampling": {"top_k": 5}}}, []),
         ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}} | EVALUATED,
          ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"]),
         ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}} | EVALUATED, []),

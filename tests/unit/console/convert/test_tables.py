@@ -43,9 +43,20 @@ def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
     assert verl.find("nothing.like.it") is None
 
 
+def test_an_unknown_field_in_a_list_of_sources_is_translated_too(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: [{name: a, path: p, prompt_key: q}]}\n")
+    monkeypatch.setattr("sys.argv", ["tidemill", "check", str(tmp_path / "c.yaml")])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert "  data.train.0.prompt_key is data.columns.prompt" in said
+    assert "data.train.0.prompt_key: no such field\n" in said
+
+
 def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(tmp_path, monkeypatch, capsys):
     (tmp_path / "c.yaml").write_text(
         "model: {path: m}\ndata: {train: t, prompt_key: q}\ntrainer: {num_generations: 4, zzz: 1}\n"
+        "rollout: {temperature: 0.5}\n"
     )
     monkeypatch.setattr("sys.argv", ["tidemill", "check", str(tmp_path / "c.yaml")])
     with pytest.raises(SystemExit) as ended:
@@ -54,6 +65,8 @@ def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(tmp_path, mo
     assert ended.value.code == 2
     assert "  data.prompt_key is data.columns.prompt (verl's data.prompt_key)" in said
     assert "  trainer.num_generations is trainer.group_size (TRL's num_generations)" in said
+    assert "  rollout.temperature is rollout.sampling.temperature (" in said
+    assert "rollout.temperature: no such field; did you mean" in said, "a field of this name is no guess"
     assert "zzz is" not in said and "tidemill convert" in said
     assert "trainer.num_generations: no such field\n" in said, "no guess beside the right name"
     assert "trainer.zzz: no such field; fields here: " in said
