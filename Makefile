@@ -87,7 +87,7 @@ demo-instruct: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## a real model
 examples/distill/teacher/config.json: | $(BASE)
 	$(BIN)/python examples/distill/make_teacher.py
 
-unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
+unit: $(BASE) $(DEV) ## run the tests that need no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(KEEPING_BYTECODE) $(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(TORCHVISION) $(PROMETHEUS) $(REDIS) $(BUBBLEWRAP)

@@ -19,6 +19,7 @@ from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
 from tests.chaos.verdict import Verdict, judge
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
+from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.streams import id_order, last_id
 from tidemill.services.trainer.policy.policy import Policy
 
@@ -131,6 +132,10 @@ class Driver:
             for fault in self.faults:
                 await wait_until(lambda fault=fault: self.archive.version >= fault.at_version, STUCK_S)
                 await asyncio.sleep(fault.wait_s(self.archive.version))
+                # The trainer is about to end: nobody would start a Redis again that dies now, nor append what
+                # it has lost.
+                if await self._is_finished():
+                    return
                 await self._do(fault, leaving)
 
     async def _do(self, fault: Fault, leaving: asyncio.TaskGroup) -> None:
@@ -187,6 +192,14 @@ class Driver:
     async def _victims(self, role: str) -> list[str]:
         """Processes of the role that can be killed; waits while all of them are dead already."""
         return await wait_until(lambda: self.fleet.running(role), STUCK_S)
+
+    async def _is_finished(self) -> bool:
+        """Whether the trainer has recorded that the run is over; False where Redis is away."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                return (await read_state(self.fleet.broker, self.fleet.keys)).get("status") == FINISHED
+        except TimeoutError:
+            return False
 
     async def _exact_version(self) -> int:
         """Committed steps now; as last seen, where Redis is away."""

@@ -4,9 +4,11 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.chaos import driver as driver_module
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.driver import Driver
 from tests.chaos.environments import misjudged, num_faults
@@ -18,6 +20,7 @@ from tests.support.training import lose_tail, make_score
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import has_ended, wait_until
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import FINISHED
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Trajectory
@@ -131,7 +134,21 @@ def test_a_fault_whose_version_has_passed_comes_after_a_tenth_of_its_delay() -> 
     assert (fault.wait_s(version=8), fault.wait_s(version=9)) == (2.0, 0.2)
 
 
-async def test_a_failover_that_the_run_does_not_live_to_see_is_no_kill(tmp_path: Path) -> None:
+def driver_of(tmp_path: Path, redis: Any, fault: Fault) -> Driver:
+    """It does the fault to a run without any process."""
+    fleet: Any = SimpleNamespace(
+        broker=Broker.__new__(Broker),
+        keys=Keys("judged"),
+        folder=tmp_path,
+        run_dir=tmp_path,
+        redis=redis,
+    )
+    return Driver(fleet, [fault], 0, lambda _: None)
+
+
+async def test_a_failover_that_the_run_does_not_live_to_see_is_no_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_begun = asyncio.Event()
 
     async def never_follows(_: float) -> float:
@@ -139,18 +156,22 @@ async def test_a_failover_that_the_run_does_not_live_to_see_is_no_kill(tmp_path:
         await asyncio.Event().wait()
         return 0.0
 
-    fleet: Any = SimpleNamespace(
-        broker=Broker.__new__(Broker),
-        keys=Keys("judged"),
-        folder=tmp_path,
-        run_dir=tmp_path,
-        redis=SimpleNamespace(fail_over=never_follows),
-    )
-    driver = Driver(fleet, [Fault(Kind.FAILOVER, 0, 0.0)], 0, lambda _: None)
+    driver = driver_of(tmp_path, SimpleNamespace(fail_over=never_follows), Fault(Kind.FAILOVER, 0, 0.0))
+    monkeypatch.setattr(driver, "_is_finished", AsyncMock(return_value=False))
     tormenting = asyncio.create_task(driver._torment())
     await has_begun.wait()
     tormenting.cancel()
     await asyncio.wait({tormenting})
+    assert not driver.watch.events
+
+
+async def test_nothing_is_done_to_a_run_that_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis that died as the trainer ends would stay dead, and the run would never be judged."""
+    driver = driver_of(tmp_path, None, Fault(Kind.FAILOVER, 0, 0.0))
+    monkeypatch.setattr(driver_module, "read_state", AsyncMock(return_value={"status": FINISHED}))
+    await driver._torment()
     assert not driver.watch.events
 
 

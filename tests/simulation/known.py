@@ -44,7 +44,7 @@ KNOWN = {
             "follows": True}),
     )),
     "a sleeper wakes up after two failovers": Schedule(
-        293058, Setup(steps=3, group_size=8, checkpoint_every=1, keep_checkpoints=1, trim=False, rewards=1), (
+        293040, Setup(steps=3, group_size=8, checkpoint_every=1, keep_checkpoints=1, trim=False, rewards=1), (
         Fault(0.442, "kill", "rollout-0", {"step": "applied", "count": 4}),
         Fault(0.769, "failover", "", {"for_s": 1.53, "lose_commits": 2, "clock_s": -25.5}),
         Fault(0.787, "freeze", "reward-0", {"for_s": 10.84}),
@@ -182,7 +182,7 @@ KNOWN = {
         Fault(0.0, "kill", "trainer", {"follows": True, "before": ["append_after", "weights"]}),
     )),
     "a score is published under the id of another trajectory": Schedule(
-        1, Setup(steps=4, group_size=8, rollouts=3, rewards=1), (
+        4, Setup(steps=4, group_size=8, rollouts=3, rewards=1), (
         Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
             "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
         Fault(0.0, "restart", "", {"for_s": 0.3, "of": "reward-0",
@@ -224,7 +224,7 @@ KNOWN = {
         Fault(0.0, "kill", "rollout-0", {"follows": True}),
     )),
     "a lost delivery is completed under the id of another one": Schedule(
-        3, Setup(steps=3, group_size=8, rollouts=3, rewards=1, reward_slots=2), (
+        29, Setup(steps=3, group_size=8, rollouts=3, rewards=1, reward_slots=2), (
         Fault(0.0, "server_clock", "trainer", {"by_s": -600, "of": "rollout-0",
             "before": ["publish_sample", "prompts ", 2]}),  # from here on ids do not follow the time
         Fault(0.0, "restart", "", {"for_s": 0.5, "of": "reward-0",
