@@ -88,16 +88,23 @@ def segment_name(first_id: str, last_id: str, entries: int, checksum: str) -> st
     return f"{first}_{last}_{entries}_{checksum}{SUFFIX}"
 
 
-@lru_cache(maxsize=4096)
 def _details(path: Path) -> Details:
+    """What the footer of a segment says; nothing where it cannot be read now."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        # Cached by name: a segment's name has the checksum of its bytes, so it never stands for others.
-        return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
+        return _read_details(path)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return Details()
+
+
+@lru_cache(maxsize=4096)
+def _read_details(path: Path) -> Details:
+    """Raises as pyarrow does; a failure is not kept: a file that cannot be opened now may be there later."""
+    import pyarrow.parquet as pq
+
+    # Cached by name: a segment's name has the checksum of its bytes, so it never stands for others.
+    return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
 
 
 REMOVED_FILE = "_removed.json"

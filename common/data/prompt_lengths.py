@@ -99,8 +99,9 @@ class Ruler:
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
             for row, text, encoding in zip(batch, texts, encoded, strict=True):
                 for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                    # A prompt may have the token itself in it.
-                    if token_id == self._unknown_id and text[start:end] != self.unknown_token:
+                    # A prompt may have the token itself in it; one that is put before a prompt has no text.
+                    is_text = start < end and text[start:end] != self.unknown_token
+                    if token_id == self._unknown_id and is_text:
                         yield text[start:end], row.origin
                         break
 

@@ -13,6 +13,8 @@ from tidemill.common.files import did_you_mean
 
 
 def read_users_rows(reference: str) -> Iterator[Located]:
+    """The rows of `file.py:name`, which is a list of them, or a function that returns them. Raises
+    ConfigError: there is no such file, it cannot be run, or a row is no dict."""
     file, _, name = reference.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(

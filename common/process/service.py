@@ -207,7 +207,8 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
         prog=f"python -m {program}",
         description=describe,
         epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
-        "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",
+        "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Without an address, a worker joins the Redis that `tidemill up` "
+        "keeps for the run on this machine. Everything else is the run's config, read from Redis.",
     )
     parser.add_argument("--run", required=True, metavar="RUN_ID", help="id of the run to serve")
     default_name = f"{role}-{socket.gethostname()}-{os.getpid()}"

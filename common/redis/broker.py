@@ -126,7 +126,8 @@ class Broker:
         self.redis = redis
         self.open_claims: Callable[[], ClaimStore] | None = None
         """Opens the store of the payloads that lie beside the streams; None where the run's folder is not
-        known. `claims` calls it where the first of them is named: most runs have none."""
+        known. `claims` calls it at its first use: in a trainer, where the first payload is named, for most
+        runs have none."""
         self._claims: ClaimStore | None = None
         self._reads_choices = False
         self.waits_for_claims = True

@@ -324,6 +324,15 @@ async def test_files_that_retention_removes_during_a_read_are_left_out_and_other
         list(batches)
 
 
+async def test_a_footer_that_could_not_be_read_for_a_moment_is_read_again(run_dir):
+    segment = Manifest.load(stream_folder(run_dir, STREAM)).segments[0]
+    aside = segment.path.with_name("away")
+    segment.path.rename(aside)
+    assert segment.details.bounds is None
+    aside.rename(segment.path)
+    assert segment.details.bounds["ticket"][0] == 0
+
+
 async def test_a_lookup_misses_no_file_whose_footer_is_damaged(keys, run_dir):
     """It may hold what is looked for: without its bounds that is not known."""
     segment = Manifest.load(stream_folder(run_dir, STREAM)).segments[1]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tidemill.common.config import DataConfig
 from tidemill.common.data.dataset import Row
@@ -24,8 +24,11 @@ KNOW_ALL = {
 }
 
 
-def ruler_of(folder: Path, model: models.Model) -> Ruler:
+def ruler_of(folder: Path, model: models.Model, begins: bool = False) -> Ruler:
+    """`begins`: the unknown token stands at the beginning of each text, too."""
     tokenizer = Tokenizer(model)
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing("<unk> $A", None, [("<unk>", 0)])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<unk>"] if tokenizer.token_to_id("<unk>") is not None else [])
     tokenizer.save(str(folder / TOKENIZER_FILE))
@@ -42,6 +45,11 @@ def test_each_prompt_with_text_that_the_tokenizer_does_not_know_is_named_once(tm
     ruler = ruler_of(tmp_path, model)
     assert unknown(ruler, "a b", "a 日本 b ñ", "<unk> b", "ñ") == [("日本", "row 1"), ("ñ", "row 3")]
     assert ruler.unknown_token == "<unk>"
+
+
+def test_a_token_that_also_begins_each_prompt_is_no_unknown_text(tmp_path):
+    ruler = ruler_of(tmp_path, MODELS["words"], begins=True)
+    assert unknown(ruler, "a b", "a ñ") == [("ñ", "row 1")]
 
 
 @pytest.mark.parametrize("model", KNOW_ALL.values(), ids=KNOW_ALL)
