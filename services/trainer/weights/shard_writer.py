@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class ShardWriter:
         self._model = model
         self._peers = peers
         self.shadow = Shadow(plan_export(model, tensors, dtype), dtype, peers.rank == 0, max_share)
+        if self.shadow.is_held:
+            # Versions of other models are all full. Loaded now: a rank that failed at it in the thread that
+            # writes would send no receipt, and the others wait for that.
+            import_module("tidemill.common.weights.delta")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pending: Future[tuple[WeightFile, ...]] | None = None
 
@@ -97,8 +102,7 @@ class ShardWriter:
         return tuple(WeightFile.model_validate(file) for file in written)
 
     def _write_delta(self, folder: Path) -> dict[str, Any]:
-        # Versions of a float32 model are all full. Read here, in the thread that writes.
-        from tidemill.common.weights.delta import DeltaWriter, delta_name
+        from tidemill.common.weights.delta import DeltaWriter, delta_name  # `__init__` has loaded it
 
         writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
         self.shadow.write_changes(writer)

@@ -103,6 +103,34 @@ async def test_a_score_of_other_tokens_is_a_reason_to_look_for_what_is_missing(m
     assert join.groups[0].scores[0].value == 0.5
 
 
+async def test_a_group_is_complete_also_where_its_last_trajectory_refuses_the_first_score_of_its_key(
+    make, broker, keys
+):
+    """Two scores came before it, and only the second is of its tokens."""
+    join = make(0)
+    late = sample_of(0, 1)
+    of_others = make_score(0, 1, 0.25, tokens_digest="0" * 16)
+    of_its_own = make_score(0, 1, 0.75, tokens_digest=late.tokens_digest)
+    async with reading(join):
+        await append(broker, keys.scores(), make_score(0, 0, 0.5), of_others, of_its_own)
+        await append(broker, keys.trajectories(), sample_of(0, 0))
+        await read_all(broker, keys, join)
+        assert not join.complete
+        await append(broker, keys.trajectories(), late)
+        await wait_until(lambda: join.complete == [0])
+    assert join.groups[0].scores[1].value == 0.75
+
+
+async def test_a_group_with_tokens_of_a_version_that_is_still_to_come_is_told_from_others(make, broker, keys):
+    join = make(0, 1)
+    join.version = 1
+    async with reading(join):
+        await publish_group(broker, keys, 0, version=1)
+        await publish_group(broker, keys, 1, version=2)
+        await wait_until(lambda: join.complete == [0, 1])
+    assert [join.groups[ticket].is_ahead for ticket in (0, 1)] == [False, True]
+
+
 async def test_late_entries_of_settled_tickets_are_counted_and_not_kept(make, broker, keys):
     join = make()
     before = duplicates()
@@ -205,14 +233,19 @@ class TestPositions:
             await publish_group(broker, keys, 1)
             await read_all(broker, keys, join)
         join.close(1)
-        restarted = resumed(join, make(0))
+        restarted = resumed(join, make(0, 2))
+        new_scores: list[int] = []
+        restarted.on_score = lambda _, score: new_scores.append(score.ticket)
         before = duplicates()
         async with reading(restarted):
             await read_all(broker, keys, restarted)
             assert (restarted.num_trajectories, duplicates()) == (4, before)
+            assert restarted.complete == [0] and not new_scores
             await publish_group(broker, keys, 1)
+            await publish_group(broker, keys, 2)
             await read_all(broker, keys, restarted)
-        assert restarted.num_trajectories == 6
+        assert restarted.num_trajectories == 8
+        assert new_scores == [2, 2]
         assert duplicates() == (before[0] + 2, before[1] + 2)
 
 

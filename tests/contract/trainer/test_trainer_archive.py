@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +65,22 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
     records = await scanned(History(keys.run_id, context.run_dir, None))
     assert [record.message for record in records] == samples[: len(records)]
+
+
+@ONE_SERVER
+async def test_payloads_are_looked_for_where_the_run_has_them_and_not_where_it_has_none(context, monkeypatch):
+    opened: list[str] = []
+
+    def open_store(run_dir: Path, url: str) -> ClaimStore:
+        opened.append(url)
+        return ClaimStore(run_dir)
+
+    monkeypatch.setattr("tidemill.common.store.ClaimStore", open_store)
+    await make_trimmer(context).collect_claims()
+    assert not opened
+    context.config = trainer_config(streams__claim_check_url="s3://bucket/runs")
+    await make_trimmer(context).collect_claims()
+    assert opened == ["s3://bucket/runs"]
 
 
 @ONE_SERVER

@@ -241,6 +241,9 @@ class TestGreedyBaseline:
         for group in (group_of(1.0, 0.0, 0.0), self.with_greedy(None, 1.0, 0.0)):
             assert refused(filtered(config, group)).reason == NO_BASELINE
         assert refused(filtered(config, self.with_greedy(1.0, None, None))).reason == FEW_SCORES
+        one_is_enough = config_of(algorithm={"advantage": "remax"}, reward__min_group_size=1)
+        alone = refused(filtered(one_is_enough, self.with_greedy(1.0, None, None)))
+        assert alone.reason == FEW_SCORES, "there is nothing to train"
 
     def test_other_advantages_never_train_on_a_greedy_sample(self):
         verdict = trained(filtered(config_of(), self.with_greedy(1.0, 1.0, 0.0)))
@@ -248,6 +251,18 @@ class TestGreedyBaseline:
         assert (verdict.left_out, verdict.baseline) == ([(0, GREEDY)], None)
         refusal = refused(filtered(config_of(), self.with_greedy(1.0, 0.0)))
         assert refusal.reason == FEW_SCORES and refusal.detail.startswith("1 of 2")
+
+    def test_a_greedy_sample_needs_no_sampling_masks(self):
+        """It was sampled from no ids but the likeliest."""
+        config = config_of(algorithm={"advantage": "remax"})
+        group = self.with_greedy(0.25, 1.0, 0.0)
+        for index in (1, 2):
+            sampled = group.trajectories[index]
+            kept = Rows.of_lists([[token] for token in sampled.completion_ids.tolist()])
+            masks = Choices(rows={KEPT: kept})
+            group.trajectories[index] = sampled.model_copy(update={"choices": masks})
+        verdict = trained(filtered(config, group))
+        assert verdict.left_out == [(0, GREEDY)]
 
     def test_zero_variance_counts_the_baseline(self):
         config = config_of(algorithm={"advantage": "remax", "filter_zero_variance": True})
@@ -299,6 +314,13 @@ class TestTeacher:
         verdict = trained(filtered(self.ALONE, group))
         assert [sample.key[1] for sample in verdict.samples] == [1]
         assert verdict.left_out == [(0, MISSING_TEACHER)]
+
+    def test_the_runs_value_for_failed_scores_is_no_lesson_either(self):
+        group = taught(1.0, 0.0)
+        group.scores[0] = make_score(7, 0, None, error="no answer")
+        rewards = {"rule": RULE, "wise": TEACHER | {"on_failure": "drop_sample"}}
+        config = teaching(rewards, reward__min_group_size=1, reward__on_failure=-0.5)
+        assert trained(filtered(config, group)).left_out == [(0, FAILED_SCORE)]
 
     def test_logprobs_of_other_tokens_are_refused(self):
         refusal = refused(filtered(teaching(), taught(1.0, 0.0, teacher=(-0.5, -0.5))))

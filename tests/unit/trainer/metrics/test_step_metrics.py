@@ -209,7 +209,8 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
         }  # fmt: skip
         rewarded = zip(map(make_sample, trajectories.values()), rewards, strict=True)
         samples = [changed(sample, reward=reward) for sample, reward in rewarded]
-        groups.append(Group(ticket, 4, trajectories, samples=samples))
+        scores = {i: make_score(ticket, i, reward) for i, reward in enumerate(rewards)}
+        groups.append(Group(ticket, 4, trajectories, scores, samples=samples))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
         "source/a/groups": 2.0, "source/a/reward": 0.5, "source/a/pass_rate": 0.5,
@@ -217,6 +218,8 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
         "source/b/reward": 0.45, "source/b/pass_rate": 0.5, "source/b/mean_length": 2.0,
         "source/b/staleness": 1.0,
     }  # fmt: skip
+    of_step = step_metrics(4, step_of(*groups), num_dropped=0, step_time_s=1.0)
+    assert {name: value for name, value in of_step.items() if name.startswith("source/")} == numbers
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0])

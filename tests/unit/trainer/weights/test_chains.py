@@ -5,6 +5,7 @@ On a device, which a CPU stands in for, the same is compared and written, and it
 
 import os
 import shutil
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,14 @@ def assert_leads_there(run: Path, manifest: WeightManifest, policy: Transformers
 def kinds(run: Path, versions: range) -> list[tuple[str, int]]:
     manifests = [read_manifest(run, version) for version in versions]
     return [(manifest.encoding, manifest.base) for manifest in manifests if manifest]
+
+
+def test_what_writes_deltas_is_loaded_with_the_first_comparison_and_not_beside_a_step(monkeypatch):
+    """A rank that cannot load it ends in a call of all ranks, which is noticed, and holds nobody up."""
+    monkeypatch.setitem(sys.modules, "tidemill.common.weights.delta", None)
+    with pytest.raises(ImportError):
+        policy_in_bf16().compare_weights()
+    make_policy().compare_weights()  # in float32 no version is a delta
 
 
 def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path):
