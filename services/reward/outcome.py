@@ -409,7 +409,8 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Decimal):
         return math.nan if value.is_nan() else float(value)  # a signalling NaN is no float
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
+        # A scalar of numpy or torch; the item of a masked one is 0.
+        value = math.nan if getattr(value, "mask", False) else value.item()
     if not isinstance(value, Real):
         return None
     try:

@@ -97,9 +97,9 @@ class RewardDependencies:
             asking = [reward for reward in self.config.reward.named.values() if reward.router == name]
             timeout_s = max((reward.timeout_s for reward in asking), default=self.config.reward.timeout_s)
             proxy = RouterProxy(self.servers(name), timeout_s)
-            self._proxies[name] = proxy
-            # No other call sees the proxy without its address: `start` sets it before it suspends.
+            # It does not suspend, so no other call starts one meanwhile. One that cannot listen is not kept.
             await proxy.start()
+            self._proxies[name] = proxy
         return self._proxies[name].address
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """Cache of rewards in Redis, so that no replay, retry or takeover pays a judge twice.
 
-The key is a digest of all that decides the result: the reward's name, config and source, lane, prompt,
-completion, ground truth and the row's other columns. Only results are kept, never failures. Their total size
-is bounded; the least recently used go first. In one worker, equal requests share one call.
+The key is a digest of all that decides the result: the reward's name, config and source, what its servers or
+its router's serve, lane, prompt, completion, ground truth and the row's other columns. Only results are kept,
+never failures. Their total size is bounded; the least recently used go first. In one worker, equal requests
+share one call.
 """
 
 import asyncio

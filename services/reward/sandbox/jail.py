@@ -80,7 +80,7 @@ Result = dict[str, Any]
 
 
 class KilledJailError(SandboxError):
-    """A jail was killed from outside while a program ran in it, which says nothing about either."""
+    """A jail or a process in it was killed from outside as a program ran, which says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,8 @@ class _Program:
     config: SandboxConfig
     uid: int
     """Its user under root; 0: the only one of its user namespace."""
+    num_oom_kills: int
+    """What `count_oom_kills` returned before it began."""
     order: IO[bytes]
     """Instructions, in whose place the launcher writes `SET_UP` when all is in place."""
     stdin: IO[bytes]
@@ -171,7 +173,7 @@ def _program(
         # Files, not pipes: no reader is needed while it runs, and their size says how much it has written.
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if is_admin() else 0
-        program = _Program(config, uid, *files)
+        program = _Program(config, uid, count_oom_kills(), *files)
         # The limit counts the processes of a user: under root, those of the program alone.
         num_processes = MAX_PROCESSES + (0 if uid else num_companions)
         order = _order(source, before, config, uid, num_processes)
@@ -262,7 +264,24 @@ def _run_warm(program: _Program, time_s: float, warm: WarmJails, answer_s: float
     return _result(program, outcome, ended.code, started)
 
 
+def count_oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
 def _result(program: _Program, outcome: str, code: int, started: float) -> Result:
+    """Raises KilledJailError: the program failed, and meanwhile the machine was out of memory."""
+    # Not by SIGKILL alone: a killed process of statements shows as an error of the other one.
+    if code and not outcome and count_oom_kills() > program.num_oom_kills:
+        raise KilledJailError(
+            "the machine was out of memory, and the kernel killed a process while the program ran: give it "
+            "more memory, or run fewer sandbox.workers on it"
+        )
     ending = ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done")
     return {
         "outcome": outcome or ending,

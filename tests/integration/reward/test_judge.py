@@ -1,6 +1,7 @@
 """A judge in a whole reward worker, against real HTTP servers that misbehave: nothing is lost or 0."""
 
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.remote import router
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.reward import check_reward
 
@@ -241,3 +243,19 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(worker, servi
 async def test_a_router_that_nobody_has_is_a_mistake_of_the_config(services: RewardDependencies) -> None:
     with pytest.raises(ConfigError, match="judje"):
         await services.router_address("judje")
+
+
+async def test_a_router_that_could_not_listen_is_started_again(services, monkeypatch):
+    """Its functions would get an empty address for as long as the worker lives."""
+    listen = router.listen
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    def failing_once(host: str) -> Any:
+        if failures:
+            raise failures.pop()
+        return listen(host)
+
+    monkeypatch.setattr(router, "listen", failing_once)
+    with pytest.raises(OSError, match="Too many open files"):
+        await services.router_address("judge")
+    assert (await services.router_address("judge")).startswith("127.0.0.1:")

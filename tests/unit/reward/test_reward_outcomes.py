@@ -58,6 +58,7 @@ def test_a_finite_number_is_the_reward(returned: Any, value: float) -> None:
         (-math.inf, "returned -inf"),
         (10**400, "returned inf"),
         (np.float32("nan"), "returned nan"),
+        (np.ma.array([1.0], mask=[True]).mean(), "returned nan"),  # its item is 0
         (None, "returned None"),
         ("1.0", "returned the text '1.0'"),
         (np.array([0.5]), r"returned an array of shape \(1,\)"),

@@ -6,6 +6,7 @@ As root no limit of processes holds, so `EAGAIN` comes from an `os.fork` that is
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import secrets
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rq import Queue, Retry
@@ -29,6 +31,7 @@ from tidemill.common.redis.blocking_client import make_blocking_client
 from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.sandbox import jail
 from tidemill.services.reward.sandbox import job as sandbox_job
 from tidemill.services.reward.sandbox.bubblewrap import SandboxError
 from tidemill.services.reward.sandbox.job import run_tests
@@ -97,6 +100,26 @@ def test_a_jail_that_cannot_be_set_up_for_want_of_descriptors_is_no_result(
     with pytest.raises(MachineFaultError) as caught:
         run_tests("print(input())", TESTS, config)
     assert caught.value.number == errno.EAGAIN
+
+
+@pytest.mark.parametrize(("dies", "tests"), [
+    ("import os\nos.kill(os.getpid(), 9)", TESTS),
+    ("import os\ndef f(x): os.kill(os.getpid(), 9)", ["assert f(1) == 2"]),
+    ("import os\ndef f(x): os.kill(os.getpid(), 9)", {"fn_name": "f", "inputs": [[1]], "outputs": [2]}),
+])  # fmt: skip
+def test_a_program_that_fails_while_the_kernel_kills_for_lack_of_memory_has_no_result(
+    each_jail: None, monkeypatch: pytest.MonkeyPatch, dies: str, tests: Any
+) -> None:
+    """Nobody can tell whose process it was; a program that dies on a machine with memory fails its test."""
+    config = SandboxConfig()
+    result = run_tests(dies, tests, config)
+    assert result["passed"] == 0
+    kills = itertools.count()
+    monkeypatch.setattr(jail, "count_oom_kills", lambda: next(kills))
+    result = run_tests(dies, tests, config)
+    assert result["is_final"] is False and "out of memory" in result["error"]
+    right = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+    assert run_tests("def f(x): return x + 1", right, config)["passed"] == 1
 
 
 @contextlib.contextmanager
