@@ -69,6 +69,7 @@ class VllmEngine(ModelEngine):
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._config = config
         self._worker = worker
+        self.is_reporting = not config.rollout.vllm.extra.get("disable_log_stats", False)
         self._llm: AsyncLLM | None = None
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
@@ -88,10 +89,6 @@ class VllmEngine(ModelEngine):
     def can_patch(self) -> bool:
         """Whether it is known, bit by bit, what the parameters hold."""
         return self._digest is not None
-
-    @property
-    def is_reporting(self) -> bool:  # type: ignore[override]
-        return not self._config.rollout.vllm.extra.get("disable_log_stats", False)
 
     async def start(self) -> None:
         if self._config.images is not None:

@@ -37,6 +37,12 @@ def test_an_engine_that_shares_its_gpu_passes_on_how_full_it_is(tmp_path, monkey
         assert len(reports) == engine.is_reporting
 
 
+@pytest.mark.parametrize(("extra", "is_reporting"), [({}, True), ({"disable_log_stats": True}, False)])
+def test_vllm_reports_unless_its_statistics_are_off(extra, is_reporting):
+    engine = build_engine(run_config("m", rollout={"engine": "vllm", "vllm": {"extra": extra}}))
+    assert engine.is_reporting == is_reporting
+
+
 async def test_an_engine_that_shares_its_gpu_counts_how_often_its_cache_was_emptied(tmp_path, monkeypatch):
     monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
     shared = GpuSharingEngine(SimulatedEngine(run_config("m")), turn_s=1.0, stall_s=1.0)
