@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError, WeightsError
-from tidemill.common.files import aside_folder, publish_folder
+from tidemill.common.files import aside_folder, did_you_mean, publish_folder
 from tidemill.common.run.model_config import overridden
 from tidemill.common.run.state import BEST_FILE, CONFIG_FILE
 from tidemill.common.run.weight_files import (
@@ -173,8 +173,18 @@ def _write_index(folder: Path, names: list[str]) -> None:
 
 def list_versions(options: ExportOptions) -> int:
     """With `--verify` every byte is read: checksums, every record of a delta, and the digest of full versions
-    that have one over their weights; returns 1 where one is not whole."""
-    run = find_run(options.run_id, options.runs_dir).path
+    that have one over their weights; returns 1 where one is not whole.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    folder = find_run(options.run_id, options.runs_dir)
+    run = folder.path
+    if not run.is_dir():
+        raise ConfigError(
+            f"there is no run {folder.run_id!r} in {nearest(folder.runs)}. Give its id, or the folder "
+            f"of runs with --runs-dir.{did_you_mean(Path(nearest(run)), Path.is_dir)}"
+        )
     rows = [_row(run, version, options.verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
     show(rows, _tree(rows, options.verify), options.as_json)
     return 1 if options.verify and any(row["problem"] for row in rows) else 0
@@ -233,4 +243,4 @@ def _tree(rows: list[dict[str, Any]], verify: bool) -> Node:
     )
     versions = table(version_rows, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
     problems = (note(f"version {row['version']}: {row['problem']}", "red") for row in rows if row["problem"])
-    return part("", versions, problems)
+    return part("", versions if rows else note("no weights are on the disk", "dim"), problems)

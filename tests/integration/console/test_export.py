@@ -147,6 +147,12 @@ def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixt
     assert "delta to 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_run_that_there_is_not_has_no_list_and_is_not_whole(runs: Path, verify: bool) -> None:
+    with pytest.raises(ConfigError, match=r"no run 'won' in .* Did you mean .*one\?"):
+        list_versions(ExportOptions(run_id="won", verify=verify, runs_dir=runs))
+
+
 def test_what_is_not_whole_says_why(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = runs / "one" / "weights" / "v00000001" / "delta-00000-of-00001.safetensors"
     data = bytearray(path.read_bytes())

@@ -195,6 +195,26 @@ def test_sources_are_counted_and_their_epochs_are_told(run_files: Path) -> None:
     assert "10 epochs of a, 3.33 epochs of b" in text["run"]
 
 
+def test_the_check_of_rewards_gets_what_rows_have_and_whether_thoughts_are_parted(
+    run_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def check_reward(config: Any, row: Any, calls: bool, columns: Any) -> dict[str, Any]:
+        asked.append((config.model.special_tokens, set(columns)))
+        return {"called": [], "reads": {}, "faults": [], "gets": [], "columns": {"gsm8k": ["level"]}}
+
+    monkeypatch.setattr(preflight, "check_reward", check_reward)
+    first = {"prompt": "a b", "ground_truth": "1"}
+    rows = [json.dumps(first), json.dumps(first | {"extra_info": {"level": 1}})]
+    (run_files.parent / "train.jsonl").write_text("\n".join(rows))
+    (run_files.parent / "held.jsonl").write_text(json.dumps(first | {"extra_info": {"other": 1}}))
+    findings = examine(run_files, [f"data.eval={{held: {run_files.parent}/held.jsonl}}"])
+    assert asked == [("hidden", {"level"})], "auto, for a tokenizer without marks; training rows alone"
+    gaps = [note for note in findings.notes if note.startswith("reward gsm8k: ")]
+    assert len(gaps) == 2 and "1 of 2 rows of train" in gaps[0], "of the evaluation, too"
+
+
 def test_a_good_config_is_explained(run_files: Path) -> None:
     findings = examine(run_files)
     assert findings.rows == {"train": 3, "eval held": 3}
