@@ -90,21 +90,23 @@ def segment_name(first_id: str, last_id: str, entries: int, checksum: str) -> st
 
 def _details(path: Path) -> Details:
     """What the footer of a segment says; nothing where it cannot be read now."""
-    import pyarrow as pa
-
     try:
         return _read_details(path)
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+    except ArchiveError:
         return Details()
 
 
 @lru_cache(maxsize=4096)
 def _read_details(path: Path) -> Details:
-    """Raises as pyarrow does; a failure is not kept: a file that cannot be opened now may be there later."""
+    """Raises ArchiveError: the footer cannot be read. That is not kept: it may be readable later."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Cached by name: a segment's name has the checksum of its bytes, so it never stands for others.
-    return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
+    try:
+        # Cached by name: a segment's name has the checksum of its bytes, so it never stands for others.
+        return Details(**json.loads((pq.read_metadata(path).metadata or {})[DETAILS]))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ArchiveError(f"the footer of {path} cannot be read: {error}") from None
 
 
 REMOVED_FILE = "_removed.json"
@@ -180,8 +182,12 @@ class Manifest:
         return sum(segment.entries for segment in self.segments)
 
     def bare_claims(self) -> set[str]:
-        """Pointers of payloads that archived entries claim, and that the archive does not have."""
-        return {pointer for segment in self.segments for pointer in segment.details.bare}
+        """Pointers of payloads that archived entries claim, and that the archive does not have.
+
+        Raises:
+            ArchiveError: a segment's footer cannot be read, so that they are not known.
+        """
+        return {pointer for segment in self.segments for pointer in _read_details(segment.path).bare}
 
     def remove_first(self, num_gone: int) -> None:
         """Remove the files of the first segments; this manifest stays as it is."""

@@ -15,7 +15,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.archiver import check, cut_back, writing
-from tidemill.common.archive.manifest import Manifest
+from tidemill.common.archive.manifest import Manifest, _read_details
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.process.service import ServiceContext
@@ -115,6 +115,13 @@ async def test_a_payload_that_was_missing_when_its_entry_was_archived_stays_when
     await trimmer.collect_claims()
     assert list(store.folder.iterdir()) == [file], "the shorter file names it, too"
     manifest = archived(context)
+    segment = next(segment.path for segment in manifest.segments if segment.details.bare)
+    segment.rename(segment.with_name("not seen"))
+    segment.write_bytes(b"another file's bytes")
+    _read_details.cache_clear()
+    await trimmer.collect_claims()
+    assert list(store.folder.iterdir()) == [file], "which payloads a segment needs is not known"
+    segment.with_name("not seen").rename(segment)
     manifest.remove_first(len(manifest.segments))
     await trimmer.collect_claims()
     assert not list(store.folder.iterdir()), "it goes with its segment"
