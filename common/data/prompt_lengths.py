@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.data.dataset import Row, read_training_rows
@@ -16,6 +17,9 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.appended_tokens import num_appended
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.hub import told_while_waiting
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 BATCH_ROWS = 1024
 TOKENIZER_FILE = "tokenizer.json"
@@ -28,20 +32,18 @@ class Ruler:
         from tokenizers import Tokenizer
 
         self.data = data
-        file = folder / TOKENIZER_FILE
+        self._file = folder / TOKENIZER_FILE
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self._tokenizer = Tokenizer.from_file(str(self._file))
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
+            raise ConfigError(f"{self._file} is not a tokenizer that can be loaded: {error}.") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
         self.num_ends = 0
         """Tokens that the tokenizer writes behind every text, and that prompts are without."""
         if self._template is None:
-            self.num_ends = num_appended(
-                lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
-            )
+            self.num_ends = num_appended(lambda text, special: self._encode([text], special)[0].ids)
 
     @property
     def unknown_token(self) -> str:
@@ -80,9 +82,7 @@ class Ruler:
             texts = [(row.origin, self._text(row)) for row in batch]
             long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
             # A chat template contains the special tokens itself.
-            encoded = self._tokenizer.encode_batch(
-                [text for _, text in long], add_special_tokens=self._template is None
-            )
+            encoded = self._encode([text for _, text in long], self._template is None)
             for (origin, _), encoding in zip(long, encoded, strict=True):
                 num_tokens = len(encoding.ids) - self.num_ends
                 if num_tokens > limit:
@@ -96,7 +96,7 @@ class Ruler:
         remaining = (row for row in rows if not row.images)
         while batch := list(islice(remaining, BATCH_ROWS)):
             texts = [self._text(row) for row in batch]
-            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
+            encoded = self._encode(texts, self._template is None)
             for row, text, encoding in zip(batch, texts, encoded, strict=True):
                 for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
                     # A prompt may have the token itself in it; one that is put before a prompt has no text.
@@ -104,6 +104,16 @@ class Ruler:
                     if token_id == self._unknown_id and is_text:
                         yield text[start:end], row.origin
                         break
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> "list[Encoding]":
+        """Raises ConfigError: a text has something that the tokenizer neither knows nor has a token for."""
+        try:
+            return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(
+                f"{self._file} cannot encode a prompt: {error}. Its vocabulary must have a token for text that "
+                "it does not know."
+            ) from None
 
     def _text(self, row: Row) -> str:
         if self._template is None:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tidemill.common.config import DataConfig
 from tidemill.common.data.dataset import Row
 from tidemill.common.data.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.errors import ConfigError
 
 PIECES = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0)]
 IDS = {"<unk>": 0, "a": 1, "b": 2}
@@ -56,3 +57,8 @@ def test_a_token_that_also_begins_each_prompt_is_no_unknown_text(tmp_path):
 def test_where_nothing_stands_for_unknown_text_no_prompt_is_named(tmp_path, model):
     ruler = ruler_of(tmp_path, model)
     assert unknown(ruler, "a", "日本") == [] and ruler.unknown_token == ""
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_a_mistake_with_its_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot encode a prompt: .*must have a token"):
+        ruler_of(tmp_path, models.WordLevel({"a": 0}, unk_token="<unk>"))
