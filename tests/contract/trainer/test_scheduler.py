@@ -198,6 +198,20 @@ class TestAfterRedisLostItsTail:
         await second.adopt_issued(History(keys.run_id, None, broker))
         assert second.state() == first.state()
 
+    async def test_a_reissued_replacement_has_the_outcome_of_the_group_that_it_replaces(
+        self, make, broker, keys
+    ):
+        """Without it a curriculum that adopts the ticket would not be that of the trainer before."""
+        learning = {"data__train": "train.jsonl", "data__curriculum": {"revisit": 2}}
+        first = make(**learning)
+        await first.admit(0)
+        (issued,) = await first.replace(1, 0, rewards=(1.0, 1.0))
+        assert issued.outcome is not None
+        restored = make(json.loads(json.dumps(first.state())), **learning)
+        await lose_tail(broker, keys.prompts(), entry_id_of(3))
+        await restored.reissue_lost()
+        assert (await tickets_of(broker, keys))[-1].outcome == issued.outcome
+
     async def test_tickets_that_a_trainer_before_did_not_issue_again_are_found(self, make, broker, keys):
         first = make()
         await first.admit(0)

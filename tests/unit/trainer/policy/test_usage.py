@@ -174,7 +174,9 @@ def test_weights_that_are_not_trained_count_less(lora):
     [
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H20", 148),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181), ("NVIDIA RTX A1000", 0), ("Tesla T4", 0),
+        ("NVIDIA L40", 181), ("NVIDIA H100 NVL", 835), ("NVIDIA H200 NVL", 835), ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA GB300", 2500),
+        ("NVIDIA RTX A1000", 0), ("Tesla T4", 0),
     ],
 )  # fmt: skip
 def test_a_peak_is_that_of_a_device_whose_whole_name_it_is(device_name: str, tera: int) -> None:
