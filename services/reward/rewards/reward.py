@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tidemill.services.reward.pictures import PictureReader
 
 NUM_TURNS = "num_turns"
-_FIELD = re.compile(r"\breward\.(function|kwargs)\b")
-"""A field of a single function, as errors about it name it."""
+_FIELD = re.compile(r"(?<![\w./])reward\.(function|kwargs)(?= )")
+"""A field of a single function, as errors about it name it; not a part of a module's or a file's name."""
 
 
 class FunctionReward(Reward):

@@ -318,6 +318,10 @@ def test_a_worker_names_the_field_of_the_reward_that_it_cannot_load() -> None:
             "reward.rewards.asks.kwargs ",
         ),
         ({"function": "exact_match", "kwargs": {"mood": 1}}, "reward.kwargs "),
+        (
+            {"rewards": {"asks": {"function": "my.reward.function:score"}}},
+            "reward.rewards.asks.function my.reward.function:score",
+        ),
     ):
         config = make_config(reward=reward)
         dependencies = RewardDependencies(config, redis, Keys("run"), "reward-0")
