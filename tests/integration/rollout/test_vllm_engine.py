@@ -213,13 +213,13 @@ async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(e
 
 
 async def test_who_is_asleep_goes_on_with_the_same_tokens_and_takes_new_weights_when_it_wakes(engine, files):
-    version = engine.version
+    other_version = engine.version - 1 if engine.version else 1
     requests = make_requests("asleep", 32, max_tokens=100)
     running = [asyncio.create_task(engine.generate(request)) for request in requests]
     await engine.generate(make_requests("awake", 1, max_tokens=1)[0])
     await engine.sleep()
     await engine._running_llm().is_paused()  # an answer of the engine: what it had sent is here
-    loading = asyncio.create_task(engine.load(version - 1, [files[version - 1]]))
+    loading = asyncio.create_task(engine.load(other_version, [files[other_version]]))
     still = [task for task in running if not task.done()]
     await asyncio.wait({loading, *still}, timeout=0.3)
     assert still and not any(task.done() for task in (loading, *still)), "nothing moves"
