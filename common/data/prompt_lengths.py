@@ -111,8 +111,8 @@ class Ruler:
             return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(
-                f"{self._file} cannot encode a prompt: {error}. Its vocabulary must have a token for text that "
-                "it does not know."
+                f"{self._file} cannot encode a prompt: {error}. Its vocabulary must have a token for text "
+                "that it does not know."
             ) from None
 
     def _text(self, row: Row) -> str:

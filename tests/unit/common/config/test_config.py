@@ -15,7 +15,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.support.trajectories import make_config
-from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config, rules
+from tidemill.common.config import (
+    OptimizerConfig,
+    RunConfig,
+    load_config,
+    parse_config,
+    parse_recorded,
+    rules,
+)
 from tidemill.common.config.changes import FIXED, changed_fields
 from tidemill.common.config.run import SPANNING_RULES
 from tidemill.common.config.section import Section
@@ -356,9 +363,17 @@ def test_a_learning_rate_that_destroys_the_model_is_a_warning():
 
     (warning,) = warnings(optimizer={"lr": 1})
     assert warning.startswith("trainer.optimizer.lr is 1:")
+    assert not warnings(optimizer={"lr": 0.01}) and not warnings(algorithm={"value": {"lr": 0.5}})
     assert not warnings(optimizer={"lr": 1e-3}) and not warnings(optimizer={"lr": 1}, policy="simulated")
     (of_critic,) = warnings(algorithm={"advantage": "gae", "value": {"lr": 0.5}})
     assert of_critic.startswith("trainer.algorithm.value.lr is 0.5:")
+
+
+def test_a_recorded_preset_that_is_an_example_now_is_read_with_the_settings_beside_it():
+    tree = MINIMAL | {"trainer": {"algorithm": {"preset": "scalerl", "advantage": "grpo_batch"}}}
+    assert parse_recorded(tree, "an old run").trainer.algorithm.advantage == "grpo_batch"
+    with pytest.raises(ConfigError, match="is not built in any more"):
+        parse_config(tree, "a new config")
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
@@ -486,6 +501,8 @@ def test_an_override_of_a_text_is_taken_as_it_stands(tmp_path, override, field, 
         ),
         ("seed.deep=1", "seed is not a section but 3"),
         ("trainer.step=3", "did you mean 'steps'"),
+        # A list or map in YAML's brackets is meant as such.
+        ("run_id=[a]", "run_id: must be text, got ['a']"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(tmp_path, override, said):

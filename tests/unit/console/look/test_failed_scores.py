@@ -29,6 +29,7 @@ def failed(error: str, **fields: Any) -> Score:
     (ONE, failed("KeyError: 'a' (my.py, line 4)"), [("reward compute", "KeyError: 'a' (my.py, line 4)")]),
     (SUM, failed("style: HTTP 503; busy"), [("reward style", "HTTP 503; busy")]),
     (SUM, failed("exact: no; style: slow"), [("reward exact", "no"), ("reward style", "slow")]),
+    (SUM, failed("no value; style: slow"), [("weighted sum", "no value; style: slow")]),
     (SUM, failed("no reward applies"), [("weighted sum", "no reward applies")]),
     (ONE, failed(f"{POST_PROCESSING}: KeyError: 1"), [(POST_PROCESSING, "KeyError: 1")]),
     (SUM, failed(f"{POST_PROCESSING}: slow"), [(POST_PROCESSING, "slow")]),
@@ -110,3 +111,4 @@ def test_a_summary_of_any_release_has_lines_for_people() -> None:
     assert len(list(failing_lines({"failed_rewards": rows, "failed_rewards_among": None}))) == 1
     (_, among) = failing_lines({"failed_rewards": rows, "failed_rewards_among": 100_000})
     assert "100,000" in among.value
+    assert not list(failing_lines({"failed_rewards": [], "failed_rewards_among": 100_000}))
