@@ -173,11 +173,14 @@ def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path):
         verified_files(tmp_path, written[0])
 
 
+@pytest.mark.parametrize("is_damaged_here", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(tmp_path, dtype):
+def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(tmp_path, dtype, is_damaged_here):
+    """Also where only a worker on another host has seen the damage."""
     written = write_version(WeightStore(tmp_path), 0, make_policy(dtype=dtype))
     (path,) = verified_files(tmp_path, written)
-    os.truncate(path, 100)
+    if is_damaged_here:
+        os.truncate(path, 100)
     store = WeightStore(tmp_path)
     again = make_policy(dtype=dtype)
     manifest = store.finish(store.begin_again(written, again))
