@@ -126,3 +126,11 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """The text of any exception; that of users' code may have a `__str__` that fails."""
+    try:
+        return str(error)
+    except BaseException:
+        return "its text cannot be read"

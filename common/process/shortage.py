@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from tidemill.common.errors import MachineFaultError
+from tidemill.common.errors import MachineFaultError, text_of
 from tidemill.common.process.failures import FailureLog, is_logged
 
 if TYPE_CHECKING:  # processes of users' code import this module, and start sooner without Redis's client
@@ -75,14 +75,15 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
         return error.errno
     if isinstance(error, MemoryError):
         return errno.ENOMEM
-    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
+    if isinstance(error, RuntimeError) and NO_THREAD in text_of(error):
         return errno.EAGAIN
     # torch on a CPU has no class for it.
-    if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error):
+    if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in text_of(error):
         return errno.ENOMEM
     if isinstance(error, ImportError):  # of a library that cannot be opened or mapped
         # With another reason behind it, such as one of a disk that runs no programs, it is none.
-        number = errno.ENOMEM if str(error).endswith(NOT_MAPPED) else number_in_text(str(error))
+        text = text_of(error)
+        number = errno.ENOMEM if text.endswith(NOT_MAPPED) else number_in_text(text)
         if number:
             return number
     if not depth:  # a chain may be a ring

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, text_of
 from tidemill.common.files import did_you_mean
 from tidemill.common.process.programs import import_from_here
 
@@ -75,7 +75,7 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        problem = str(error)[:500]
+        problem = text_of(error)[:500]
         line = raised_at(error)
         if isinstance(error, SyntaxError):
             problem = error.msg  # the text of the error names the line, too

@@ -16,7 +16,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any
 
-from tidemill.common.errors import MachineFaultError, RewardError
+from tidemill.common.errors import MachineFaultError, RewardError, text_of
 from tidemill.common.process.shortage import NO_THREAD, fault_in, is_machine_fault
 from tidemill.common.process.users_code import is_users_file, raised_at
 from tidemill.common.wire.codec import sendable
@@ -283,7 +283,7 @@ def is_code_error(error: BaseException) -> bool:
     modules, that is no outage. What other packages raise may come from a server: it does not count."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_code_error, error.exceptions))
-    if isinstance(error, OUTAGES) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
+    if isinstance(error, OUTAGES) or (isinstance(error, RuntimeError) and NO_THREAD in text_of(error)):
         return False
     module = type(error).__module__
     root = module.partition(".")[0]
@@ -382,10 +382,7 @@ def describe(error: BaseException) -> str:
 
 
 def _named(error: BaseException, depth: int) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except BaseException:  # its `__str__` may be users' code
-        text = "its text cannot be read"
+    text = " ".join(text_of(error).split())
     named = type(error).__name__
     if text:
         named += f": {text}"

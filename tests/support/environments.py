@@ -110,6 +110,13 @@ class Slow:
         return " more", float(len(text) % 2), False
 
 
+class MuteError(RuntimeError):
+    """Its text fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 class AsyncGuess:
     """Like `Guess`, but asynchronous; `closed` has the numbers of those that were closed."""
 
@@ -123,6 +130,8 @@ class AsyncGuess:
             await asyncio.sleep(3600)
         if text == "raise":
             raise RuntimeError("the board is broken")
+        if text == "mute":
+            raise MuteError
         if text == "nonsense":
             return 3  # type: ignore[return-value]
         return {"observation": "higher", "reward": None, "done": text == str(self.number)}

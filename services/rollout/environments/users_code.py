@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.common.data.image_columns import IMAGE_PART, IMAGE_PARTS, TEXT_PART
-from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.errors import EnvironmentFaultError, text_of
 from tidemill.common.images.pictures import ALPHA_MODES, COMPRESS_LEVEL, DEEP_MODES
 from tidemill.common.process.users_code import raised_at
 from tidemill.common.wire.codec import pack, sendable
@@ -54,7 +54,7 @@ def complaint(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:MAX_CHARS]
+    return " ".join(text_of(error).split())[:MAX_CHARS]
 
 
 async def finished(returned: Any) -> Any:

@@ -357,6 +357,7 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
             r"failed: SyntaxError: expected ':' \(broken\.py, line 1\)\. It must",
         ),
         ("{folder}/evaluates.py:score", {}, r"SyntaxError: invalid syntax \(evaluates\.py, line 2\)"),
+        ("{folder}/mute.py:score", {}, r"Mute: its text cannot be read \(mute\.py, line 3\)"),
         ("{folder}/imports.py:score", {}, r"SyntaxError: expected ':' \(broken\.py, line 1\)"),
         ("{folder}/brokem.py:score", {}, r"does not exist on this machine\. Did you mean .*/broken\.py\?"),
         ("json:dump_all", {}, "has no 'dump_all'; did you mean 'dump"),
@@ -370,6 +371,9 @@ def test_a_name_or_arguments_that_lead_nowhere_are_refused(tmp_path, reference, 
     (tmp_path / "evaluates.py").write_text("text = '1 +'\nnumber = eval(text)\n")
     (tmp_path / "imports.py").write_text("\n\nimport broken\n")
     (tmp_path / "null.py").write_bytes(b"\0")
+    (tmp_path / "mute.py").write_text(
+        "class Mute(RuntimeError):\n    def __str__(self): return None.words\nraise Mute\n"
+    )
     with pytest.raises(ConfigError, match=expected):
         load_function(reference.format(folder=tmp_path), kwargs)
 

@@ -167,6 +167,14 @@ class Mute(Exception):
         raise ValueError("no words")
 
 
+class MuteRuntime(Mute, RuntimeError):
+    """Of an error of this kind the text is looked at, too."""
+
+
+class MuteImport(Mute, ImportError):
+    pass
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -174,6 +182,8 @@ class Mute(Exception):
         (GeneratorExit(), "GeneratorExit"),
         (asyncio.CancelledError("odd"), "CancelledError: odd"),
         (Mute(), "Mute: its text cannot be read"),
+        (MuteRuntime(), "MuteRuntime: its text cannot be read"),
+        (MuteImport(), "MuteImport: its text cannot be read"),
         (ExceptionGroup("two", [ValueError("a"), Mute()]), r"two.*: ValueError: a; Mute: its text"),
     ],
 )

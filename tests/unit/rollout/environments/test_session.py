@@ -208,6 +208,7 @@ async def test_only_a_turn_without_room_is_given_less() -> None:
     ("line", "said"),
     [
         ("raise", "step raised RuntimeError: the board is broken"),
+        ("mute", "step raised MuteError: its text cannot be read"),
         ("nonsense", "step returned int 3; expected (observation, reward, done)"),
         ("hang", "step took longer than"),
     ],
