@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel
 
+from tidemill.common.errors import TidemillError, text_of
 from tidemill.common.files import StorageError, storage_errors
 
 Thread = Literal["policy", "weights", "states"]
@@ -38,6 +39,10 @@ class Alone:
         return [payload]
 
 
+class PeerError(TidemillError):
+    """Another rank failed in what all do together."""
+
+
 def write_together(
     peers: Peers, thread: Thread, content: str, folder: Path, write: Callable[[], Any]
 ) -> list[Any]:
@@ -47,22 +52,33 @@ def write_together(
 
     Raises:
         StorageError: the disk of a rank, which is named, did not take its part; on every rank.
+        PeerError: `write` raised anything else on another rank. That rank raises its own error.
     """
     written: Any = None
     failure: tuple[int | None, str] | None = None
+    raised: Exception | None = None
     try:
         with storage_errors(content, folder):
             written = write()
     except StorageError as error:
         # Not raised before all ranks have reported: others wait in `gather` for this rank's receipt.
         failure = (error.errno, error.reason)
-    receipts = [unpack(packed) for packed in peers.gather(pack((written, failure)), thread)]
-    for rank, (_, failure_of_rank) in enumerate(receipts):
+    except Exception as error:
+        raised = error
+    problem = f"{type(raised).__name__}: {text_of(raised)}" if raised is not None else ""
+    receipts = [unpack(packed) for packed in peers.gather(pack((written, failure, problem)), thread)]
+    if raised is not None:
+        raise raised
+    # Before what a disk did not take: that is written again, and this ends the trainer.
+    for rank, (_, _, problem_of_rank) in enumerate(receipts):
+        if problem_of_rank:
+            raise PeerError(f"rank {rank} could not write {content}: {problem_of_rank}")
+    for rank, (_, failure_of_rank, _) in enumerate(receipts):
         if failure_of_rank is not None:
             errno, reason = failure_of_rank
             where = f" (rank {rank})" if peers.size > 1 else ""
             raise StorageError(content, folder, errno, f"{reason}{where}")
-    return [written_by_rank for written_by_rank, _ in receipts]
+    return [written_by_rank for written_by_rank, _, _ in receipts]
 
 
 def pack(value: Any) -> bytes:
