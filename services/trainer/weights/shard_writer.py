@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ class ShardWriter:
         if self.shadow.is_held:
             # Versions of other models are all full. Loaded now: a rank that failed at it in the thread that
             # writes would send no receipt, and the others wait for that.
-            import_module("tidemill.common.weights.delta")
+            import tidemill.common.weights.delta  # noqa: F401
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pending: Future[tuple[WeightFile, ...]] | None = None
 

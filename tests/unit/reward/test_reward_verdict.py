@@ -403,7 +403,7 @@ def test_the_check_names_the_group_function_among_the_mistakes_and_the_field_of_
     group = {"group": f"{tmp_path}/mine.py:no_such_function"}
     config = make_config(reward={"rewards": {"f": wrong}, **group}).model_dump(mode="json")
     with pytest.raises(ConfigErrors) as caught:
-        check({"config": config, "row": ROW, "calls": True})
+        check({"config": config, "row": ROW, "columns": [], "calls": True})
     begins = ("reward.rewards.f.function ", "reward.group ")
     problems = caught.value.problems
     assert len(problems) == 2
