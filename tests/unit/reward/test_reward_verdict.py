@@ -410,7 +410,7 @@ def test_the_check_names_the_group_function_among_the_mistakes_and_the_field_of_
     assert all(problem.startswith(begin) for problem, begin in zip(problems, begins, strict=True))
     single = make_config(reward=wrong).model_dump(mode="json")
     with pytest.raises(ConfigError, match=r"^reward\.function "):
-        check({"config": single, "row": ROW, "calls": True})
+        check({"config": single, "row": ROW, "columns": [], "calls": True})
 
 
 def test_the_check_says_which_columns_a_reward_needs_of_every_row(tmp_path):

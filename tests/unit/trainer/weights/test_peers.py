@@ -63,5 +63,5 @@ def test_no_rank_waits_for_one_that_failed_otherwise(tmp_path: Path, other: Call
     failed, waiting = write_on_both(tmp_path, failing(MemoryError("no room")), other)
     with pytest.raises(MemoryError, match="no room"):
         failed.result()
-    with pytest.raises(match="rank 0 could not write a version: MemoryError: no room"):
+    with pytest.raises(PeerError, match="rank 0 could not write a version: MemoryError: no room"):
         waiting.result()
