@@ -58,9 +58,9 @@ def test_a_disk_that_takes_one_ranks_part_not_is_an_error_of_both(tmp_path: Path
             result.result()
 
 
-@pytest.mark.parametrize("other", [lambda: None, failing(OSError(28, "No space left on device"))])
-def test_no_rank_waits_for_one_that_failed_otherwise(tmp_path: Path, other: Callable[[], Any]) -> None:
-    failed, waiting = write_on_both(tmp_path, failing(MemoryError("no room")), other)
+@pytest.mark.parametrize("second", [lambda: None, failing(OSError(28, "No space left on device"))])
+def test_no_rank_waits_for_one_that_failed_otherwise(tmp_path: Path, second: Callable[[], Any]) -> None:
+    failed, waiting = write_on_both(tmp_path, failing(MemoryError("no room")), second)
     with pytest.raises(MemoryError, match="no room"):
         failed.result()
     with pytest.raises(PeerError, match="rank 0 could not write a version: MemoryError: no room"):
