@@ -282,7 +282,7 @@ def _fields_called(name: str) -> list[str]:
 
 
 def find_unknown(items: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
-    """The fields that there are not, and pydantic's path of each."""
+    """Unknown fields by their dotted names, each with its path as pydantic gives it."""
     unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
     return {".".join(_names_in(loc)): loc for loc in unknown}
 

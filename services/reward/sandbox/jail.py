@@ -276,7 +276,7 @@ def count_oom_kills() -> int:
 
 def _result(program: _Program, outcome: str, code: int, started: float) -> Result:
     """Raises KilledJailError: the program failed, and meanwhile the machine was out of memory."""
-    # Not by SIGKILL alone: a killed process of statements shows as an error of the other one.
+    # Whatever the code: statements run in two processes, and where one is killed, the other one fails.
     if code and not outcome and count_oom_kills() > program.num_oom_kills:
         raise KilledJailError(
             "the machine was out of memory, and the kernel killed a process while the program ran: give it "

@@ -47,8 +47,8 @@ class ShardWriter:
         self._peers = peers
         self.shadow = Shadow(plan_export(model, tensors, dtype), dtype, peers.rank == 0, max_share)
         if self.shadow.is_held:
-            # Versions of other models are all full. Loaded now: a rank that failed at it in the thread that
-            # writes would send no receipt, and the others wait for that.
+            # Versions of other models are all full. Loaded now: a rank that cannot load it ends before it
+            # trains a step, and not as the first delta is written.
             import tidemill.common.weights.delta  # noqa: F401
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pending: Future[tuple[WeightFile, ...]] | None = None
